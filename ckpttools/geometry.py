@@ -1,0 +1,249 @@
+"""Arithmetic of boxes: intersect, split, flat ranges, strides, exact cover.
+
+Everything that a layout does to a tensor (a tensor-parallel column shard, a ZeRO flat partition, a padded vocabulary)
+is boxes and extents, so this file is where conversions are right or wrong. All functions are pure; the laws are
+tested against a brute-force oracle. Read `intersect` and `cover` first.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ckpttools.model import Box
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The part that two boxes share; None when they are apart. Commutative, idempotent. Pure.
+
+    Boxes that only touch share a box of volume 0; callers that want elements ask for `volume`.
+    """
+    offsets = tuple(map(max, a.offsets, b.offsets))
+    stops = tuple(map(min, a.stops, b.stops))
+    if any(stop < offset for offset, stop in zip(offsets, stops, strict=True)):
+        return None
+    return Box(offsets, tuple(stop - offset for offset, stop in zip(offsets, stops, strict=True)))
+
+
+def contains(outer: Box, inner: Box) -> bool:
+    """Whether `inner` lies wholly in `outer`. Pure."""
+    return all(o <= i for o, i in zip(outer.offsets, inner.offsets, strict=True)) and all(
+        i <= o for o, i in zip(outer.stops, inner.stops, strict=True)
+    )
+
+
+def split(length: int, parts: int) -> list[tuple[int, int]]:
+    """(offset, size) of each of `parts` shards of a dimension, by the rule of `torch.chunk`. Pure.
+
+    Each shard has ceil(length / parts) elements but the last with any, which may be shorter; shards past the end have
+    size 0 at offset `length`, as torch records them.
+    """
+    step = -(-length // parts) if length else 0
+    return [(min(i * step, length), min(step, max(0, length - i * step))) for i in range(parts)]
+
+
+def row_major_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Elements between neighbours along each dimension of a dense row-major box. Pure."""
+    strides, step = [0] * len(sizes), 1
+    for axis in range(len(sizes) - 1, -1, -1):
+        strides[axis] = step
+        step *= max(sizes[axis], 1)
+    return tuple(strides)
+
+
+def is_row_major(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a box with these strides is stored row-major without gaps. Pure.
+
+    Dimensions of size 1 may have any stride, and a box without elements is dense whatever its strides say.
+    """
+    if prod(sizes) == 0:
+        return True
+    return all(n == 1 or s == d for n, s, d in zip(sizes, strides, row_major_strides(sizes), strict=True))
+
+
+def span_elements(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last of a strided box, both included; 0 when it has none. Pure."""
+    if prod(sizes) == 0:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+
+
+def flat_offset(index: Sequence[int], sizes: Sequence[int]) -> int:
+    """Row-major position of `index` in a box with `sizes`. Pure."""
+    return sum(i * s for i, s in zip(index, row_major_strides(sizes), strict=True))
+
+
+def flat_range_to_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The elements [start, stop) of a row-major tensor as boxes, in row-major order; at most 2 * rank - 1. Pure.
+
+    Raises: ValueError: when the range is not inside the tensor.
+    """
+    if not 0 <= start <= stop <= prod(shape):
+        raise ValueError(f"range [{start}, {stop}) is not inside a tensor of {prod(shape)} elements")
+    return list(_range_boxes((), tuple(shape), start, stop))
+
+
+def _range_boxes(prefix: tuple[int, ...], shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Boxes of [start, stop) in the sub-tensor that `prefix` fixes: a partial first row, whole rows, a partial last."""
+    if start == stop:
+        return
+    if not shape:
+        yield Box(prefix, (1,) * len(prefix))
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # both ends lie inside the same row
+        yield from _range_boxes((*prefix, last), shape[1:], start - last * row, stop - last * row)
+        return
+    if start < first * row:
+        yield from _range_boxes((*prefix, first - 1), shape[1:], start - (first - 1) * row, row)
+    if first < last:
+        yield Box(
+            (*prefix, first, *(0 for _ in shape[1:])),
+            (*(1 for _ in prefix), last - first, *shape[1:]),
+        )
+    if last * row < stop:
+        yield from _range_boxes((*prefix, last), shape[1:], 0, stop - last * row)
+
+
+def tiles(box: Box, max_elements: int) -> Iterator[Box]:
+    """`box` cut into row-major consecutive boxes of at most `max_elements`; concatenated they are the box. Pure.
+
+    A tile fixes the leading dimensions, takes a run of one dimension and all of those after it. A box without
+    elements has no tiles.
+    """
+    if box.volume == 0:
+        return
+    inner, axis = 1, len(box.sizes)
+    while axis > 0 and inner * box.sizes[axis - 1] <= max_elements:
+        axis -= 1
+        inner *= box.sizes[axis]
+    if axis == 0:
+        yield box
+        return
+    axis -= 1  # the dimension that is cut; those after it are whole
+    step = max(1, max_elements // inner)
+    outer = Box(box.offsets[:axis], box.sizes[:axis])
+    for index in indices(outer):
+        for offset in range(0, box.sizes[axis], step):
+            yield Box(
+                (*index, box.offsets[axis] + offset, *box.offsets[axis + 1 :]),
+                (*(1 for _ in index), min(step, box.sizes[axis] - offset), *box.sizes[axis + 1 :]),
+            )
+
+
+def indices(box: Box) -> Iterator[tuple[int, ...]]:
+    """Every index of a box in row-major order; one empty index for rank 0. Pure."""
+    if not box.sizes:
+        yield ()
+        return
+    for head in range(box.offsets[0], box.offsets[0] + box.sizes[0]):
+        for rest in indices(Box(box.offsets[1:], box.sizes[1:])):
+            yield (head, *rest)
+
+
+@dataclass(frozen=True, slots=True)
+class Cover:
+    """How a set of boxes covers a shape."""
+
+    out_of_bounds: tuple[int, ...]
+    """Positions (in the input) of boxes that leave the shape."""
+    overlaps: tuple[tuple[int, int], ...]
+    """Pairs of positions of boxes that share elements; not all pairs, one per box at least."""
+    missing: int
+    """Elements that no box holds."""
+    hole: Box | None
+    """A box of missing elements, to point at; None when nothing is missing."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every element is in exactly one box."""
+        return not self.out_of_bounds and not self.overlaps and self.missing == 0
+
+
+def cover(shape: Sequence[int], boxes: Sequence[Box]) -> Cover:
+    """Whether `boxes` tile `shape`: in bounds, disjoint, every element held. Pure.
+
+    In-bounds and disjoint boxes whose volumes add up to the shape's are a tiling, so holes are looked for only when
+    the volumes do not add up.
+    """
+    whole = Box((0,) * len(shape), tuple(shape))
+    outside = tuple(
+        i
+        for i, b in enumerate(boxes)
+        if len(b.sizes) != len(shape) or min((*b.offsets, *b.sizes, 0)) < 0 or not contains(whole, b)
+    )
+    inside = [(i, b) for i, b in enumerate(boxes) if i not in set(outside) and b.volume > 0]
+    overlaps = tuple(_overlaps(inside))
+    if not overlaps and sum(b.volume for _, b in inside) == whole.volume:
+        return Cover(outside, (), 0, None)
+    missing, hole = _missing(whole, [b for _, b in inside])
+    return Cover(outside, overlaps, missing, hole)
+
+
+def _overlaps(boxes: Sequence[tuple[int, Box]]) -> Iterator[tuple[int, int]]:
+    """Pairs that share elements, by a sweep along the dimension with the most cuts."""
+    if len(boxes) < 2 or not boxes[0][1].sizes:
+        yield from ((boxes[0][0], i) for i, _ in boxes[1:])
+        return
+    rank = len(boxes[0][1].sizes)
+    axis = max(range(rank), key=lambda d: len({b.offsets[d] for _, b in boxes}))
+    active: list[tuple[int, Box]] = []
+    for i, box in sorted(boxes, key=lambda item: item[1].offsets[axis]):
+        active = [(j, other) for j, other in active if other.offsets[axis] + other.sizes[axis] > box.offsets[axis]]
+        for j, other in active:
+            shared = intersect(box, other)
+            if shared is not None and shared.volume:
+                yield (min(i, j), max(i, j))
+                break
+        active.append((i, box))
+
+
+def _missing(whole: Box, boxes: Sequence[Box]) -> tuple[int, Box | None]:
+    """How many elements of `whole` no box holds, and one box of such elements.
+
+    Cuts along the first dimension at every box edge; inside a slab the question is the same with one dimension less.
+    """
+    if whole.volume == 0:
+        return 0, None
+    if not whole.sizes:
+        return (0, None) if boxes else (1, whole)
+    low, high = whole.offsets[0], whole.stops[0]
+    cuts = sorted({low, high, *(c for b in boxes for c in (b.offsets[0], b.stops[0]) if low < c < high)})
+    missing, hole = 0, None
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+        slab = [Box(b.offsets[1:], b.sizes[1:]) for b in boxes if b.offsets[0] <= start and b.stops[0] >= stop]
+        count, part = _missing(Box(whole.offsets[1:], whole.sizes[1:]), slab)
+        missing += count * (stop - start)
+        if part is not None and hole is None:
+            hole = Box((start, *part.offsets), (stop - start, *part.sizes))
+    return missing, hole
+
+
+class BoxIndex:
+    """Finds the boxes of a list that share elements with a given box, without trying all of them."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self._boxes = boxes
+        rank = len(boxes[0].sizes) if boxes else 0
+        self._axis = max(range(rank), key=lambda d: len({b.offsets[d] for b in boxes})) if rank else -1
+        axis = self._axis
+        self._order = sorted(
+            (i for i, b in enumerate(boxes) if b.volume), key=lambda i: boxes[i].offsets[axis] if axis >= 0 else 0
+        )
+        self._starts = [boxes[i].offsets[axis] for i in self._order] if axis >= 0 else []
+        self._longest = max((boxes[i].sizes[axis] for i in self._order), default=0) if axis >= 0 else 0
+
+    def overlapping(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """(position, shared box) of every box in the list that shares elements with `box`, by offset."""
+        candidates = self._order
+        if self._axis >= 0:
+            start, stop = box.offsets[self._axis], box.stops[self._axis]
+            low = bisect_left(self._starts, start - self._longest)
+            candidates = self._order[low : bisect_left(self._starts, stop)]
+        for i in candidates:
+            shared = intersect(self._boxes[i], box)
+            if shared is not None and shared.volume:
+                yield i, shared

@@ -1,0 +1,1 @@
+"""Every layout that can be read."""

@@ -1,0 +1,1 @@
+"""One short story per command: validate, hash, convert."""

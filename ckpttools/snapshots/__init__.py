@@ -1,0 +1,1 @@
+"""Snapshots in a run directory: find them, tell which are committed."""

@@ -1,0 +1,80 @@
+"""Sizes and durations as people write them: "5GB", "1.5TiB", "36h" <-> whole bytes and seconds.
+
+Decimal units are powers of 1000 (KB, MB, GB, TB), binary ones of 1024 (KiB, MiB, GiB, TiB), as everywhere in the
+field since huggingface_hub. What is ambiguous ("5Mi", "5m" as a size), negative or followed by other text is refused:
+libraries that guess here have turned "5Mi" into 5,000,000 and "512" into 64.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+_SIZE_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{p}B": 1000**i for i, p in enumerate("KMGTP", 1)},
+    **{p: 1000**i for i, p in enumerate("KMGTP", 1)},
+    **{f"{p}iB": 1024**i for i, p in enumerate("KMGTP", 1)},
+}
+_DURATION_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_NUMBER = r"(\d+(?:\.\d+)?)"
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes that `text` names: "300", "5GB", "1.5 TiB". Units ignore case except that "Ki" needs its B. Pure.
+
+    Raises: ValueError: when it is not a non-negative number with a known unit, or not a whole number of bytes.
+    """
+    match = re.fullmatch(rf"{_NUMBER}\s*([A-Za-z]*)", text.strip())
+    unit = match and next((u for u in _SIZE_UNITS if u.lower() == match.group(2).lower()), None)
+    if not match or unit is None:
+        raise ValueError(f"not a size: `{text}` (write it like 300MB, 5GB or 1.5TiB)")
+    value = Decimal(match.group(1)) * _SIZE_UNITS[unit]
+    if value != int(value):
+        raise ValueError(f"not a whole number of bytes: `{text}`")
+    return int(value)
+
+
+def parse_duration(text: str) -> int:
+    """Seconds that `text` names: "36h", "7d", "1h30m", "90s". Pure.
+
+    Raises: ValueError: when it is not a sequence of number and unit (s, m, h, d, w), largest unit first, each once.
+    """
+    parts = re.findall(rf"{_NUMBER}([smhdw])", text.strip())
+    units = [unit for _, unit in parts]
+    in_order = units == sorted(set(units), key=lambda u: -_DURATION_UNITS[u])
+    if not parts or not in_order or "".join(n + u for n, u in parts) != text.strip():
+        raise ValueError(f"not a duration: `{text}` (write it like 90s, 30m, 36h, 7d or 1h30m)")
+    value = sum((Decimal(n) * _DURATION_UNITS[u] for n, u in parts), Decimal(0))
+    if value != int(value):
+        raise ValueError(f"not a whole number of seconds: `{text}`")
+    return int(value)
+
+
+def render_bytes(length_bytes: int) -> str:
+    """A size for people, both ways when rounded: "24 bytes", "1.5 GiB (1610612736 bytes)". Pure."""
+    if length_bytes < 1024:
+        return f"{length_bytes} byte{'' if length_bytes == 1 else 's'}"
+    return f"{render_bytes_short(length_bytes)} ({length_bytes} bytes)"
+
+
+def render_bytes_short(length_bytes: int) -> str:
+    """A size for a narrow column: "1.5 GiB", three digits at most before the unit. Pure."""
+    value, unit = float(length_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{length_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def render_duration(seconds: float) -> str:
+    """A duration for people with its two largest units: "1h 30m", "3d 4h", "12s". Pure."""
+    rest = int(seconds)
+    parts: list[str] = []
+    for unit, length_s in sorted(_DURATION_UNITS.items(), key=lambda item: -item[1]):
+        if unit != "w" and (rest >= length_s or (unit == "s" and not parts)):
+            parts.append(f"{rest // length_s}{unit}")
+            rest %= length_s
+    return " ".join(parts[:2])
