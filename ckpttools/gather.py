@@ -1,0 +1,213 @@
+"""Streams the logical values of a box of a tensor, row-major and little-endian, in bounded memory.
+
+Every operation that needs values (hash, validate, consolidate, reshard, diff) reads them here. A tile of the box is
+filled from the pieces that overlap it: rows of a piece are contiguous in its file, so a tile takes one read per piece and
+a scatter in memory, and each source byte is read once. Read `Gather.stream` and `Gather._fill` first.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ckpttools.dtypes import DType
+from ckpttools.errors import ConversionError, FindingsError
+from ckpttools.findings import Finding
+from ckpttools.geometry import BoxIndex, is_row_major, row_major_strides, span_elements, tiles
+from ckpttools.model import Box, Encoding, Extent, Piece, TensorEntry
+from ckpttools.storage.decoding import DecodedStream
+from ckpttools.storage.source import Source
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+Watch = Callable[[str, "Encoding | None", int, memoryview], None]
+"""Is shown every stretch of stored bytes as it is read: file, encoding, offset, bytes."""
+
+_TILE_BYTES = 4 << 20
+"""Larger tiles leave the cache and take fresh pages; smaller ones cost more calls (measured: 1 to 8 MiB is best)."""
+_STRIDED_TILE_BYTES = 32 << 20
+"""A transposed view is read in runs as long as a tile has rows, so there a larger tile means longer runs."""
+_SPARSE_READ_BYTES = 64 << 10
+"""Below this a read that skips most of its bytes is cheaper than several reads."""
+_MAX_DECODERS = 16
+
+
+class Gather:
+    """Reads boxes of tensors from one source. Keeps its buffers; for one thread at a time."""
+
+    def __init__(self, source: Source, *, memory_bytes: int) -> None:
+        self._source = source
+        self._tile_bytes = max(64 << 10, min(_TILE_BYTES, memory_bytes // 4))
+        self._strided_tile_bytes = max(self._tile_bytes, min(_STRIDED_TILE_BYTES, memory_bytes // 3))
+        self._tile = _Buffer()
+        self._scratch = _Buffer()
+        self._decoders: OrderedDict[tuple[str, Encoding], DecodedStream] = OrderedDict()
+        self._watch: Watch | None = None
+
+    def stream(self, entry: TensorEntry, box: Box | None = None, *, watch: Watch | None = None) -> Iterator[memoryview]:
+        """The values of `box` (the whole tensor unless given), tile after tile; each view is valid until the next.
+
+        Raises:
+            FindingsError: when no piece holds some of the elements; nothing is made up.
+            StorageError: when a file cannot be read.
+        """
+        self._watch = watch
+        if entry.spec.dtype.is_sub_byte:
+            yield from self._whole_bytes(entry, box)
+            return
+        box = box or entry.spec.box
+        index = BoxIndex([p.box for p in entry.pieces])
+        item_bytes = entry.spec.dtype.item_bytes
+        is_dense = all(p.extent.strides is None for p in entry.pieces)
+        tile_bytes = self._tile_bytes if is_dense else self._strided_tile_bytes
+        for tile in tiles(box, max(1, tile_bytes // item_bytes)):
+            hits = [(entry.pieces[i], shared) for i, shared in index.overlapping(tile)]
+            held = sum(shared.volume for _, shared in hits)
+            if held != tile.volume:
+                raise _uncovered(entry, tile, held)
+            yield self._read_tile(entry.spec.dtype, tile, hits)
+
+    def _read_tile(self, dtype: DType, tile: Box, hits: list[tuple[Piece, Box]]) -> memoryview:
+        """One tile, put together from the pieces that overlap it."""
+        view = self._tile.view(tile.volume * dtype.item_bytes)
+        if len(hits) == 1 and _is_plain_run(hits[0][0], tile):
+            self._read_into(hits[0][0].extent, _flat_start(hits[0][0], tile) * dtype.item_bytes, view)
+            return view
+        import numpy as np
+
+        whole = np.frombuffer(view, _cell(dtype)).reshape(tile.sizes)
+        for piece, shared in hits:
+            window = [slice(o - t, o - t + n) for o, t, n in zip(shared.offsets, tile.offsets, shared.sizes, strict=True)]
+            where: Any = (*window, ...)  # the ellipsis keeps rank 0 an array
+            part = whole[where]
+            strides = piece.extent.strides or row_major_strides(piece.box.sizes)
+            self._fill(part, piece.extent, _start(piece, shared, strides), shared.sizes, strides)
+            for transform in piece.extent.transforms:
+                _transform(part, dtype, transform)
+        return view
+
+    def _fill(self, part: Array, extent: Extent, start: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        """Fill `part` from a strided box whose first element is `start` elements into the extent.
+
+        One read where that is dense enough and fits the scratch buffer; else the box is halved along its widest
+        stride, which ends at runs that are contiguous in the file.
+        """
+        import numpy as np
+
+        item_bytes = part.dtype.itemsize
+        span_bytes = span_elements(sizes, strides) * item_bytes
+        if is_row_major(sizes, strides) and part.flags.c_contiguous and span_bytes == part.nbytes:
+            self._read_into(extent, start * item_bytes, part.reshape(-1).view(np.uint8).data)
+            return
+        useful_bytes = prod(n for n, s in zip(sizes, strides, strict=True) if s) * item_bytes
+        fits = span_bytes <= self._strided_tile_bytes // 2
+        if fits and (useful_bytes * 8 >= span_bytes or span_bytes <= _SPARSE_READ_BYTES):
+            scratch = self._scratch.view(span_bytes)
+            self._read_into(extent, start * item_bytes, scratch)
+            stored = np.frombuffer(scratch, part.dtype)
+            part[...] = np.lib.stride_tricks.as_strided(stored, sizes, tuple(s * item_bytes for s in strides))
+            return
+        axis = max((d for d, n in enumerate(sizes) if n > 1), key=lambda d: strides[d])
+        half = sizes[axis] // 2
+        low = (*sizes[:axis], half, *sizes[axis + 1 :])
+        high = (*sizes[:axis], sizes[axis] - half, *sizes[axis + 1 :])
+        before: Any = (*[slice(None)] * axis, slice(0, half))
+        after: Any = (*[slice(None)] * axis, slice(half, None))
+        self._fill(part[before], extent, start, low, strides)
+        self._fill(part[after], extent, start + half * strides[axis], high, strides)
+
+    def _whole_bytes(self, entry: TensorEntry, box: Box | None) -> Iterator[memoryview]:
+        """The bytes of a tensor whose elements are not whole bytes; it can only be read as it was stored."""
+        piece = entry.pieces[0] if len(entry.pieces) == 1 else None
+        if piece is None or piece.extent.strides or piece.extent.transforms or box not in (None, entry.spec.box):
+            raise ConversionError(f"a {entry.spec.dtype} tensor cannot be cut: {entry.name}")
+        for offset in range(0, piece.extent.length, self._tile_bytes):
+            view = self._tile.view(min(self._tile_bytes, piece.extent.length - offset))
+            self._read_into(piece.extent, offset, view)
+            yield view
+
+    def _read_into(self, extent: Extent, offset_bytes: int, view: memoryview) -> None:
+        """Fill `view` from `offset_bytes` into an extent, decoding where it is compressed."""
+        offset = extent.offset + offset_bytes
+        if extent.encoding is None:
+            self._source.read_into(extent.file, offset, view)
+        else:
+            self._decoder(extent.file, extent.encoding).read_into(offset, view)
+        if self._watch is not None:
+            self._watch(extent.file, extent.encoding, offset, view)
+
+    def _decoder(self, file: str, encoding: Encoding) -> DecodedStream:
+        key = (file, encoding)
+        if key not in self._decoders:
+            if len(self._decoders) >= _MAX_DECODERS:
+                self._decoders.popitem(last=False)
+            self._decoders[key] = DecodedStream(self._source, file, encoding)
+        self._decoders.move_to_end(key)
+        return self._decoders[key]
+
+
+class _Buffer:
+    """Memory that is kept and grows: a fresh page costs far more than a used one (measured: 10 times)."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+
+    def view(self, length_bytes: int) -> memoryview:
+        """The first `length_bytes` bytes; page-aligned, which hashing twice as fast needs."""
+        if self._memory is None or len(self._memory) < length_bytes:
+            self._memory = mmap.mmap(-1, max(length_bytes, mmap.PAGESIZE))
+        return memoryview(self._memory)[:length_bytes]
+
+
+def _cell(dtype: DType) -> Any:
+    """A numpy dtype as wide as an element, by which it is moved without being looked at."""
+    import numpy as np
+
+    return np.dtype({1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}[dtype.item_bytes])
+
+
+def _is_plain_run(piece: Piece, tile: Box) -> bool:
+    """Whether a tile inside a piece is one run of its stored bytes, needing no transformation."""
+    if piece.extent.strides is not None or piece.extent.transforms:
+        return False
+    return is_row_major(tile.sizes, row_major_strides(piece.box.sizes))
+
+
+def _start(piece: Piece, box: Box, strides: tuple[int, ...]) -> int:
+    """Elements from the start of a piece's extent to the first element of `box`."""
+    return sum((o - p) * s for o, p, s in zip(box.offsets, piece.box.offsets, strides, strict=True))
+
+
+def _flat_start(piece: Piece, box: Box) -> int:
+    return _start(piece, box, row_major_strides(piece.box.sizes))
+
+
+def _transform(part: Array, dtype: DType, transform: str) -> None:
+    """Turn stored elements into logical ones, in place and bit by bit: NaN payloads survive."""
+    import numpy as np
+
+    width = dtype.component_bytes
+    components = part[..., None].view(f"u{width}")  # complex numbers as (..., 2)
+    if transform == "byteswap":
+        components.byteswap(inplace=True)
+    elif transform in ("conj", "neg"):
+        chosen = components[..., 1::2] if transform == "conj" else components
+        chosen ^= np.array(1 << (8 * width - 1), components.dtype)
+    else:
+        raise ValueError(f"unknown transform: {transform}")
+
+
+def _uncovered(entry: TensorEntry, tile: Box, held: int) -> FindingsError:
+    finding = Finding(
+        "uncovered" if held < tile.volume else "pieces-overlap",
+        f"{entry.name} at {list(tile.offsets)}",
+        expected=f"{tile.volume} elements, each in one piece",
+        found=f"{held} elements",
+    )
+    return FindingsError(f"the pieces of a tensor do not tile it: {entry.name}", [finding])
