@@ -17,9 +17,11 @@ from hypothesis import HealthCheck, settings
 
 from tests.fixture_cases import FIXTURES
 
-settings.register_profile("quick", max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("thorough", max_examples=5000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+slow_is_fine = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("quick", max_examples=100, **slow_is_fine)
+settings.register_profile("ci", max_examples=100, derandomize=True, database=None, **slow_is_fine)
+settings.register_profile("thorough", max_examples=5000, **slow_is_fine)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "quick"))
 
 
 @dataclass(frozen=True)
