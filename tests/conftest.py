@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
@@ -50,13 +49,13 @@ class Answer:
 @pytest.fixture
 def ckpttools() -> Callable[..., Answer]:
     """Runs a command line in this process; an exception that the command does not turn into a message fails the test."""
-    cli = importlib.import_module("ckpttools.cli")
-    if not hasattr(cli, "main"):
-        pytest.skip("the command line is not there yet")
 
     def run(*args: object) -> Answer:
-        result = CliRunner().invoke(cli.main, [str(a) for a in args], catch_exceptions=False)
+        from ckpttools.cli import main
+
+        result = CliRunner().invoke(main, [str(a) for a in args], catch_exceptions=False)
         assert "Traceback" not in result.stderr
+        assert "internal error" not in result.stderr, result.stderr
         return Answer(result.exit_code, result.stdout, result.stderr)
 
     return run
