@@ -67,6 +67,15 @@ class TensorDigest:
         """`digest  dtype  shape  name`, the shape as `[2,3]`."""
         return f"{self.digest}  {self.dtype}  [{','.join(map(str, self.shape))}]  {self.name}"
 
+    @property
+    def listed_line(self) -> str:
+        """The line as `hash` prints it: like `line`, but a name with a line break is escaped, and the line says so by a
+        backslash in front, as sha256sum does it."""
+        if not any(c in self.name for c in "\n\r\\"):
+            return self.line
+        escaped = self.name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
+        return "\\" + TensorDigest(escaped, self.dtype, self.shape, self.digest).line
+
 
 def fingerprint(digests: Iterable[TensorDigest], algorithm: str = "blake3") -> str:
     """One digest for a whole checkpoint: over its tensors' lines, sorted by their UTF-8 bytes, each ended by a newline. Pure.

@@ -104,7 +104,7 @@ TABLE: tuple[Code, ...] = (
     ),
     Code("missing-extra", ERROR, "an optional package is needed to decode this", "install the extra named"),
     # tensors
-    Code("uncovered", ERROR, "elements of a tensor that no piece holds", _GOOD_COPY),
+    Code("uncovered", ERROR, "elements of a tensor that no piece holds", _GOOD_COPY, True),
     Code("pieces-overlap", ERROR, "elements of a tensor that two pieces hold", _GOOD_COPY),
     Code("piece-out-of-bounds", ERROR, "a piece lies outside its tensor", _GOOD_COPY),
     Code("piece-mismatch", ERROR, "a stored piece has another dtype or shape than its manifest says", _GOOD_COPY),

@@ -1,1 +1,234 @@
-"""Every layout that can be read."""
+"""Every layout that can be read, and `open`: a location becomes one `Checkpoint`.
+
+A snapshot is made of parts (model, optimizer, ...), each claimed by one layout. `open` asks every layout of the registry
+what it recognises, reads the parts and puts them together: names of the model as stored, other families under their
+own name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ckpttools.containers import items
+from ckpttools.errors import NotRecognisedError
+from ckpttools.findings import WARNING, Finding
+from ckpttools.layouts import dcp, dcp_hf, hf_bin, per_rank, safetensors, torch
+from ckpttools.layouts.base import Contents, Layout, Part
+from ckpttools.layouts.checks import check_cover, check_names, find_aliases
+from ckpttools.layouts.families import MODEL, families_of_keys, is_known_stem
+from ckpttools.model import Checkpoint, FileEntry, Mesh, ObjectEntry, Path, TensorEntry, render_path
+from ckpttools.storage.source import Listing, Source, open_source, read
+
+REGISTRY: tuple[Layout, ...] = (
+    dcp.LAYOUT,
+    dcp_hf.LAYOUT,
+    safetensors.LAYOUT,
+    hf_bin.LAYOUT,
+    per_rank.LAYOUT,
+    torch.LAYOUT,
+)
+"""In the order in which they may claim a file: a file belongs to the first layout that recognises it."""
+
+SEAL_NAME = "ckpttools-seal.json"
+_MANIFEST_NAMES = re.compile(r"\.metadata|__\d+\.metadata|.*\.index(\..+)?\.json")
+_STEP_IN_NAME = re.compile(r"(?:step|iter(?:ation)?|checkpoint)[-_=]?0*(\d+)")
+_LEFTOVERS = (".tmp", ".incomplete", ".part")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """An opened snapshot: what it means, and where to read its values."""
+
+    source: Source
+    listing: Listing
+    checkpoint: Checkpoint
+    is_single_file: bool = False
+    """Whether the location named one file, whose seal lies beside it."""
+
+
+def open_snapshot(location: str, *, is_located: bool = False) -> Snapshot:
+    """What the snapshot at a location (a directory, a single file or a URL) means.
+
+    Args: is_located: open every item too, so that pieces have their exact places (`containers.items`).
+
+    Raises:
+        NotFoundError: when nothing is there.
+        NotRecognisedError: when no layout knows what is there, or nothing says which of several files is meant.
+        StorageError: when the storage fails.
+    """
+    source, file = open_source(location)
+    if file and _MANIFEST_NAMES.fullmatch(file):  # a manifest stands for the directory that it describes
+        location = location[: -len(file)].rstrip("/") or "."
+        source, file = open_source(location)
+    listing = source.listing()
+    parts = sniff(source, listing)
+    if not parts:
+        raise _not_recognised(location, listing)
+    if not any(p.family == MODEL for p in parts) and len(parts) > 1:
+        _require_known(location, parts)
+    checkpoint = _put_together(source, listing, parts, location)
+    if is_located:
+        checkpoint = items.locate(source, checkpoint)
+    return Snapshot(source, listing, checkpoint, bool(file))
+
+
+def sniff(source: Source, listing: Listing) -> list[Part]:
+    """The parts of a snapshot, each file in one of them; the model first."""
+
+    def peek(path: str) -> bytes:
+        return read(source, path, 0, min(64, listing.length_bytes(path)))
+
+    claimed: set[str] = {p for p in listing.files if p.rpartition("/")[2] == SEAL_NAME}
+    parts: list[Part] = []
+    for layout in REGISTRY:
+        for part in layout.sniff(listing, peek):
+            if not claimed.intersection(part.files):
+                claimed.update(part.files)
+                parts.append(part)
+    return sorted(parts, key=lambda p: p.family != MODEL)
+
+
+def _put_together(source: Source, listing: Listing, parts: Sequence[Part], location: str) -> Checkpoint:
+    layouts = {layout.name: layout for layout in REGISTRY}
+    findings: list[Finding] = []
+    tensors: list[TensorEntry] = []
+    objects: list[ObjectEntry] = []
+    contents: list[Contents] = []
+    families: set[str] = set()
+    for part in parts:
+        read_part = layouts[part.layout].read(source, listing, part)
+        family = part.family
+        if family in families:
+            family = _other_name(part, families)
+            expected = f"one {part.family} in a snapshot"
+            findings.append(Finding("duplicate-weights", part.files[0], expected, f"another one, listed as `{family}`"))
+        families.add(family)
+        named = _under_family(read_part, family)
+        contents.append(named)
+        tensors += named.tensors
+        objects += named.objects
+        findings += named.findings
+    main = contents[0]
+    findings += check_names(tensors)
+    for entry in tensors:
+        findings += check_cover(entry)
+    files = _files(listing, contents)
+    findings += _leftovers(listing, files)
+    return Checkpoint(
+        path=location,
+        layout=parts[0].layout,
+        tensors=tuple(tensors),
+        objects=tuple(objects),
+        files=files,
+        mesh=next((c.mesh for c in contents if c.mesh.axes), Mesh()),
+        step=_step(source, listing, contents, location),
+        written_by=_written_by(main, listing),
+        commit=next((c.commit for c in contents if not c.commit.is_committed), main.commit),
+        findings=tuple(findings),
+        aliases=find_aliases(tensors),
+        checksums=tuple(x for c in contents for x in c.checksums),
+        trees={k: v for c in contents for k, v in c.trees.items()},
+    )
+
+
+def _other_name(part: Part, families: set[str]) -> str:
+    """A family name for a part whose family is taken: the stem of its first file."""
+    stem = part.files[0].rpartition("/")[2].partition(".")[0] or part.layout
+    return stem if stem not in families else f"{stem}_{part.layout}"
+
+
+def _under_family(contents: Contents, family: str) -> Contents:
+    """The contents with every entry's family told, and named below it unless it is the model's."""
+    if family == MODEL:
+        keys = families_of_keys(_paths(contents))
+        tensors = [replace(t, family=keys.get(t.path[0], MODEL)) if t.path else t for t in contents.tensors]
+        objects = [replace(o, family=keys.get(o.path[0], MODEL)) if o.path else o for o in contents.objects]
+        return replace(contents, tensors=tuple(tensors), objects=tuple(objects))
+    paths = _paths(contents)
+    prefix: Path = () if paths and all(p[:1] == (family,) for p in paths) else (family,)
+    tensors = [_named_tensor(t, (*prefix, *t.path), family) for t in contents.tensors]
+    objects = [replace(o, name=render_path((*prefix, *o.path)), path=(*prefix, *o.path), family=family) for o in contents.objects]
+    return replace(contents, tensors=tuple(tensors), objects=tuple(objects))
+
+
+def _paths(contents: Contents) -> list[Path]:
+    return [*(t.path for t in contents.tensors), *(o.path for o in contents.objects)]
+
+
+def _named_tensor(entry: TensorEntry, path: Path, family: str) -> TensorEntry:
+    return replace(entry, spec=replace(entry.spec, name=render_path(path)), path=path, family=family)
+
+
+def _files(listing: Listing, contents: Sequence[Contents]) -> tuple[FileEntry, ...]:
+    """Every file: those that parts claimed, ours, and companions that come along."""
+    claimed = {f.path: f for c in contents for f in c.files}
+    rest = [
+        FileEntry(f.path, f.length_bytes, "seal" if f.path.rpartition("/")[2] == SEAL_NAME else "companion")
+        for f in listing
+        if f.path not in claimed
+    ]
+    return tuple(sorted((*claimed.values(), *rest), key=lambda f: f.path))
+
+
+def _leftovers(listing: Listing, files: Sequence[FileEntry]) -> list[Finding]:
+    """Marks of a save or a download that is going on or died, and names that are no regular files."""
+    found = [
+        Finding(
+            "unfinished-save", f.path, "no temporary file in a finished snapshot", f"{f.length_bytes} bytes", severity=WARNING
+        )
+        for f in files
+        if f.path.endswith(_LEFTOVERS)
+    ]
+    special = [f for f in listing if not f.is_regular]
+    return found + [Finding("special-file", f.path, "a regular file", "something else", severity=WARNING) for f in special]
+
+
+def _step(source: Source, listing: Listing, contents: Sequence[Contents], location: str) -> int | None:
+    """The step: as a file states it, else as HF Trainer's state does, else as the name has it."""
+    stated = next((c.step for c in contents if c.step is not None), None)
+    if stated is None and "trainer_state.json" in listing:
+        try:
+            state = json.loads(read(source, "trainer_state.json", 0, listing.length_bytes("trainer_state.json")))
+            step = state.get("global_step")
+            stated = step if type(step) is int else None
+        except (ValueError, AttributeError, RecursionError):
+            stated = None
+    named = _STEP_IN_NAME.search(location.rstrip("/").rpartition("/")[2])
+    return stated if stated is not None else int(named.group(1)) if named else None
+
+
+def _written_by(main: Contents, listing: Listing) -> str:
+    """The tool, told by files that only it writes, in front of what the data files say."""
+    marks = (
+        ("trainer_state.json", "transformers Trainer"),
+        ("fsdp_config.json", "verl"),
+        ("custom_checkpoint_0.pkl", "accelerate"),
+    )
+    system = next((name for file, name in marks if file in listing), "")
+    return f"{system}, {main.written_by}" if system and main.written_by else system or main.written_by
+
+
+def _require_known(location: str, parts: Sequence[Part]) -> None:
+    """Refuse a directory of several torch files of which none is known to be the model."""
+    unknown = [p for p in parts if p.layout == "torch" and not is_known_stem(p.files[0].rpartition(".")[0])]
+    if unknown:
+        names = ", ".join(p.files[0] for p in unknown[:8]) + (", ..." if len(unknown) > 8 else "")
+        raise NotRecognisedError(
+            f"several torch files and nothing that says which is meant: {location}", found=names, hints=["name the file itself"]
+        )
+
+
+def _not_recognised(location: str, listing: Listing) -> NotRecognisedError:
+    names = [f.path for f in listing]
+    seen = ", ".join(names[:8]) + (f", and {len(names) - 8} more" if len(names) > 8 else "") if names else "no files"
+    return NotRecognisedError(
+        f"no checkpoint recognised: {location}",
+        found=seen,
+        hints=[f"{layout.name} looks for {layout.looks_for}" for layout in REGISTRY],
+    )
+
+
+__all__ = ["REGISTRY", "SEAL_NAME", "Snapshot", "open_snapshot", "sniff"]

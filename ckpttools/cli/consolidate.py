@@ -1,0 +1,149 @@
+"""`ckpttools consolidate`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckpttools.cli import documents, options, render
+from ckpttools.cli.session import take_snapshot
+from ckpttools.dtypes import DType, parse_dtype
+from ckpttools.errors import ExitCode
+from ckpttools.units import render_bytes_short
+
+if TYPE_CHECKING:
+    from ckpttools.operations.convert import Conversion
+
+_EPILOG = options.examples(
+    "ckpttools consolidate checkpoint/step-1000 exported/",
+    "ckpttools consolidate checkpoint/step-1000 model.safetensors --dtype bfloat16 --strip-prefix model.",
+    "ckpttools consolidate checkpoint/step-1000 checkpoint.pt --format torch",
+    "ckpttools consolidate checkpoint/step-1000 exported/ --max-shard-size 2GB --dry-run",
+)
+
+
+def _dtype(_ctx: click.Context, _param: click.Parameter, value: str | None) -> DType | None:
+    try:
+        found = parse_dtype(value) if value else None
+    except ValueError as e:
+        raise click.BadParameter(str(e)) from e
+    if found is not None and not found.is_floating:
+        raise click.BadParameter(f"`{value}` is not of floating point, and nothing else is cast")
+    return found
+
+
+@click.command("consolidate", epilog=_EPILOG)
+@click.argument("src", metavar="SRC")
+@click.argument("dst", metavar="DST")
+@click.option("--format", "format_", type=click.Choice(["safetensors", "torch"]), help="By DST's suffix, else safetensors.")
+@click.option("--max-shard-size", type=options.SIZE, default="5GB", help="Start another safetensors file beyond this size.")
+@click.option("--single-file", is_flag=True, help="One file, whatever its size.")
+@click.option("--dtype", callback=_dtype, metavar="DTYPE", help="Cast floating-point tensors, rounding to nearest even.")
+@click.option("--include", multiple=True, metavar="GLOB", help="Take the tensors that match, of every family.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Leave the tensors that match.")
+@click.option("--rename", multiple=True, metavar="REGEX=REPLACEMENT", help="Change names, in the order given.")
+@click.option("--strip-prefix", multiple=True, metavar="PREFIX", help="Take a prefix off names, before --rename.")
+@click.option(
+    "--weights-only/--everything",
+    default=None,
+    help="The model's tensors alone, or all families and objects.  [default: weights for safetensors, everything for torch]",
+)
+@click.option("--expand-tied", is_flag=True, help="Write tied tensors under each of their names.")
+@click.option("--allow-findings", multiple=True, metavar="CODE", help="Go on in spite of errors with this code in SRC.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+@click.option("--overwrite", is_flag=True, help="Replace DST, once the new one is complete.")
+@click.option("--no-verify", is_flag=True, help="Do not read the output back.")
+@options.json_output
+@options.jobs
+@options.memory
+@options.quiet
+@options.verbose
+def command(
+    src: str,
+    dst: str,
+    format_: str | None,
+    max_shard_size: int,
+    single_file: bool,
+    rename: tuple[str, ...],
+    strip_prefix: tuple[str, ...],
+    weights_only: bool | None,
+    allow_findings: tuple[str, ...],
+    dry_run: bool,
+    overwrite: bool,
+    no_verify: bool,
+    is_json: bool,
+    jobs: int,
+    memory: int,
+    quiet: bool,
+    verbose: bool,
+    **choice: Any,
+) -> ExitCode:
+    """Turn a checkpoint of any layout into portable files: safetensors (shards with an index) or one torch file.
+
+    DST is a directory, or one file when its name ends in .safetensors, .pt, .pth, .bin or .ckpt. Nothing is computed:
+    every tensor is copied, its digest compared with the source's, the output sealed, and only then given its name. Config
+    and tokenizer files beside the source come along. An interrupted run goes on where it stopped when called again.
+    """
+    from ckpttools.operations.convert import consolidate
+    from ckpttools.operations.select import Renaming
+
+    location = take_snapshot(src)
+    renaming = Renaming.parse(strip_prefix, rename)
+    with render.late_progress("writing", is_quiet=quiet, is_verbose=verbose) as (report, set_total):
+        conversion = consolidate(
+            location,
+            dst,
+            format=format_,
+            max_shard_bytes=max_shard_size,
+            is_single_file=single_file,
+            dtype=choice["dtype"],
+            include=choice["include"],
+            exclude=choice["exclude"],
+            renaming=renaming,
+            is_weights_only=weights_only,
+            is_expanding_tied=choice["expand_tied"],
+            allowed_findings=allow_findings,
+            jobs=jobs,
+            memory_bytes=memory,
+            is_dry_run=dry_run,
+            is_overwriting=overwrite,
+            is_verifying=not no_verify,
+            progress=report,
+            on_plan=lambda plan: set_total(plan.bytes_written),
+        )
+    if is_json:
+        render.write_json(documents.conversion(conversion))
+    elif dry_run:
+        _write_plan(conversion)
+    elif not quiet:
+        _write_summary(conversion)
+    return ExitCode.OK
+
+
+def _write_plan(conversion: Conversion) -> None:
+    """Each file that would be written, and what it draws on."""
+    rows = [("bytes", "tensors", "file", "from")]
+    for file in documents.conversion(conversion)["files"]:
+        sources = file["sources"]
+        drawn = ", ".join(f"{s['file']} ({render_bytes_short(s['bytes'])})" for s in sources[:4])
+        rows.append((str(file["bytes"]), str(file["tensors"]), file["path"], drawn + (", ..." if len(sources) > 4 else "")))
+    for line in render.table(rows, right=(0, 1)):
+        render.write_data(line)
+    plan = conversion.plan
+    render.write_data(f"{render_bytes_short(plan.bytes_written)} would be written to {conversion.destination}")
+
+
+def _write_summary(conversion: Conversion) -> None:
+    for name, counts in conversion.casts.items():
+        if counts.overflowed or counts.nans_changed:
+            lost = f"{counts.overflowed} values overflowed, {counts.nans_changed} NaNs changed"
+            render.write_data(f"warning: cast of {name}: {lost}")
+    for alias, kept in conversion.selection.aliases.items():
+        render.write_data(f"tied: {alias} is {kept}, written once")
+    plan, seal = conversion.plan, conversion.seal
+    counts_text = f"{len(plan.tensors)} tensors, {render_bytes_short(plan.bytes_written)} in {len(plan.files)} files"
+    left = f"; {len(conversion.selection.left)} tensors of other families left" if conversion.selection.left else ""
+    render.write_data(f"wrote {conversion.destination}: {counts_text}{left}")
+    if seal is not None:
+        render.write_data(f"{seal.fingerprint}  fingerprint")

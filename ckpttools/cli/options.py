@@ -1,0 +1,59 @@
+"""Each option that several commands share, defined once, and the types that parse their values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from ckpttools.units import parse_bytes
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.2 on, and 8.1 is supported
+    """A number of bytes as people write it: 5GB, 256MiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes."""
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_bytes(value)
+        except ValueError as e:
+            self.fail(str(e), param, ctx)
+
+
+SIZE = Size()
+_LEAST_MEMORY_BYTES = 8 << 20
+
+
+def _memory(_ctx: click.Context, _param: click.Parameter, value: int) -> int:
+    if value < _LEAST_MEMORY_BYTES:
+        raise click.BadParameter("at least 8MiB are needed")
+    return value
+
+
+def default_jobs() -> int:
+    """The processors that this process may use, at most 8: storage is the limit before that."""
+    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+path = click.argument("path", metavar="PATH")
+json_output = click.option("--json", "is_json", is_flag=True, help="Print one JSON document instead of text.")
+jobs = click.option("--jobs", "-j", type=click.IntRange(1, 256), default=default_jobs, show_default="processors", help="Threads.")
+memory = click.option(
+    "--memory", type=SIZE, default="256MiB", callback=_memory, help="Bound on the buffers of all threads together."
+)
+verbose = click.option("--verbose", "-v", is_flag=True, help="Say more; tracebacks of unexpected errors.")
+quiet = click.option("--quiet", "-q", is_flag=True, help="No progress, and no text when all is well.")
+algorithm = click.option("--algorithm", type=click.Choice(["blake3", "sha256"]), default="blake3", help="Digest algorithm.")
+
+
+def examples(*lines: str) -> str:
+    """The part of a help text that shows how a command is called."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)

@@ -1,0 +1,96 @@
+"""`ckpttools validate`."""
+
+from __future__ import annotations
+
+import click
+
+from ckpttools.cli import documents, options, render
+from ckpttools.cli.session import snapshot_bytes, take_snapshot
+from ckpttools.errors import ExitCode
+from ckpttools.operations.validate import Validation
+from ckpttools.units import render_bytes_short
+
+_EXIT_CODES = {
+    "ok": ExitCode.OK,
+    "damaged": ExitCode.WRONG,
+    "different": ExitCode.WRONG,
+    "incomplete": ExitCode.INCOMPLETE,
+}
+_EPILOG = options.examples(
+    "ckpttools validate checkpoint/step-1000",
+    "ckpttools validate checkpoint/step-1000 --depth commit",
+    "ckpttools validate exported/ --against checkpoint/step-1000 --allow-missing",
+)
+
+
+@click.command("validate", epilog=_EPILOG)
+@options.path
+@click.option(
+    "--depth",
+    type=click.Choice(["commit", "structure", "full"]),
+    default="full",
+    help="commit: the files are there. structure: every container opens and every tensor is covered. full: every byte is read.",
+)
+@click.option("--against", metavar="OTHER", help="A seal, a hash list or another snapshot: are the tensors the same?")
+@click.option("--allow-missing", is_flag=True, help="With --against: tensors that only one side has are notes, not errors.")
+@click.option("--finite", is_flag=True, help="Also look for NaN and infinity (warnings).")
+@options.json_output
+@options.jobs
+@options.memory
+@options.quiet
+@options.verbose
+def command(
+    path: str,
+    depth: str,
+    against: str | None,
+    allow_missing: bool,
+    finite: bool,
+    is_json: bool,
+    jobs: int,
+    memory: int,
+    quiet: bool,
+    verbose: bool,
+) -> ExitCode:
+    """Check that a snapshot is whole: committed, complete, undamaged, and as its seal says if it has one.
+
+    Stored checksums and replicas on different ranks are compared with the bytes. Without a seal or --against, a flipped
+    bit in a file whose format has no checksum (safetensors, files of torch before 1.6) cannot be seen.
+    """
+    from ckpttools.operations.validate import validate
+
+    if depth != "full" and (against or finite):
+        raise click.UsageError("--against and --finite read every value, so they need --depth full")
+    location = take_snapshot(path)
+    total_bytes = snapshot_bytes(location) if depth == "full" else 0
+    with render.progress("validating", total_bytes, is_quiet=quiet, is_verbose=verbose) as report:
+        result = validate(
+            location,
+            depth=depth,
+            against=take_snapshot(against) if against else None,
+            allow_missing=allow_missing,
+            finite=finite,
+            jobs=jobs,
+            memory_bytes=memory,
+            progress=report,
+        )
+    if is_json:
+        render.write_json(documents.validate(result))
+    elif not (quiet and result.verdict == "ok"):
+        render.write_findings(f for f in result.findings if verbose or f.severity != "note" or result.verdict != "ok")
+        render.write_data(_summary(result))
+    return _EXIT_CODES[result.verdict]
+
+
+def _summary(result: Validation) -> str:
+    """One line that says what was looked at, so that ok is never taken for more than it is."""
+    checkpoint = result.checkpoint
+    looked = f"{len(checkpoint.tensors)} tensors in {len(checkpoint.files)} files"
+    if result.depth == "full":
+        proofs = [f"{result.checksums} checksums"] if result.checksums else ["no checksums in this format"]
+        proofs += ["seal"] if result.is_sealed else []
+        looked = f"{looked}, {render_bytes_short(result.bytes_read)} read ({', '.join(proofs)})"
+    errors = sum(f.is_error for f in result.findings)
+    notes = len(result.findings) - errors
+    counts = [f"{errors} error{'s' if errors != 1 else ''}"] if errors else []
+    counts += [f"{notes} note{'s' if notes != 1 else ''}"] if notes else []
+    return f"{result.verdict}: {checkpoint.path}: {result.depth}: {looked}" + (f"; {', '.join(counts)}" if counts else "")

@@ -1,0 +1,134 @@
+"""Opens the items that a manifest points to: whole torch files inside `.distcp` files, one per stored box.
+
+A manifest says where an item lies; only the item's own directory says where in it the values are. Opening every item
+is not needed to say what a checkpoint is, so it is done when values, exact places or the structure are asked for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+from ckpttools.containers.region import Region
+from ckpttools.containers.torch_extents import locate_tensor
+from ckpttools.containers.torch_file import TorchFile, read_torch_file
+from ckpttools.containers.torch_values import MalformedError, read_tensor
+from ckpttools.errors import MissingExtraError, StorageError
+from ckpttools.findings import Finding
+from ckpttools.model import Checkpoint, Extent, ObjectEntry, Piece, StoredChecksum, TensorEntry
+from ckpttools.pickles.views import kind_of
+from ckpttools.storage.source import Source, is_url
+
+_URL_THREADS = 16
+"""Opening an item is one or two round trips; on a local disk threads gain nothing, since parsing holds the lock."""
+
+
+@dataclass(slots=True)
+class _Opened:
+    """What opening the items of one file brought to light."""
+
+    extents: dict[Extent, Extent] = field(default_factory=dict)
+    records: dict[Extent, object] = field(default_factory=dict)
+    checksums: list[StoredChecksum] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+
+def locate(source: Source, checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with every item opened: exact extents, records of objects, stored checksums, further findings.
+
+    Pieces whose item does not open are dropped, so that what is left can be read; a finding says so.
+    """
+    wanted: dict[str, list[tuple[Extent, str, TensorEntry | None, Piece | None]]] = defaultdict(list)
+    for entry in checkpoint.tensors:
+        for piece in (*entry.pieces, *entry.replicas):
+            if piece.extent.container:
+                wanted[piece.extent.file].append((piece.extent, entry.name, entry, piece))
+    for obj in checkpoint.objects:
+        if obj.extent is not None and obj.extent.container:
+            wanted[obj.extent.file].append((obj.extent, obj.name, None, None))
+    if not wanted:
+        return checkpoint
+    with ThreadPoolExecutor(_URL_THREADS if is_url(source.location) else 1) as pool:
+        parts = list(pool.map(lambda file: _open_items(source, wanted[file]), sorted(wanted)))
+    extents = {k: v for part in parts for k, v in part.extents.items()}
+    records = {k: v for part in parts for k, v in part.records.items()}
+    return replace(
+        checkpoint,
+        tensors=tuple(_with_extents(t, extents) for t in checkpoint.tensors),
+        objects=tuple(_with_record(o, records) for o in checkpoint.objects),
+        checksums=(*checkpoint.checksums, *(c for part in parts for c in part.checksums)),
+        findings=(*checkpoint.findings, *(f for part in parts for f in part.findings)),
+    )
+
+
+def _open_items(source: Source, items: Sequence[tuple[Extent, str, TensorEntry | None, Piece | None]]) -> _Opened:
+    """Open the items of one file, in the order of their bytes."""
+    opened = _Opened()
+    for extent, name, entry, piece in sorted(items, key=lambda item: item[0].offset):
+        if extent in opened.extents or extent in opened.records:
+            continue
+        try:
+            region = _region(source, extent)
+            file = read_torch_file(region)
+        except MissingExtraError as e:
+            hint = e.hints[0] if e.hints else ""
+            opened.findings.append(Finding("missing-extra", extent.file, f"{name} decoded", e.message, hint))
+            return opened
+        except StorageError as e:
+            where = f"{name} in {e.where or extent.file}"
+            opened.findings.append(Finding("unreadable-file", where, e.expected or "readable bytes", e.found or e.message))
+            continue
+        opened.findings += [replace(f, where=f"{name}: {f.where}") for f in file.findings]
+        opened.checksums += [replace(c, label=f"{name}: {c.label}") for c in file.checksums]
+        if entry is None or piece is None:
+            opened.records[extent] = file.value
+        else:
+            _open_tensor(opened, region, file, extent, entry, piece)
+    return opened
+
+
+def _region(source: Source, extent: Extent) -> Region:
+    if extent.encoding is None:
+        return Region(source, extent.file, extent.offset, extent.length)
+    return Region.decoded(source, extent.file, extent.encoding)
+
+
+def _open_tensor(opened: _Opened, region: Region, file: TorchFile, extent: Extent, entry: TensorEntry, piece: Piece) -> None:
+    """The exact extent of the tensor in an item, if it is what the manifest says."""
+    where = f"{entry.name} in {region.where()}"
+    if file.value is None:
+        return
+    try:
+        tensor = read_tensor(file.value)
+    except MalformedError as e:
+        opened.findings.append(Finding("piece-mismatch", where, "a tensor", str(e)))
+        return
+    if (tensor.dtype, tensor.shape) != (entry.spec.dtype, piece.box.sizes):
+        expected = f"{entry.spec.dtype} {list(piece.box.sizes)}"
+        opened.findings.append(Finding("piece-mismatch", where, expected, f"{tensor.dtype} {list(tensor.shape)}"))
+        return
+    exact = locate_tensor(file, extent.file, tensor, where)
+    if isinstance(exact, Finding):
+        opened.findings.append(exact)
+    else:
+        opened.extents[extent] = exact
+
+
+def _with_extents(entry: TensorEntry, extents: dict[Extent, Extent]) -> TensorEntry:
+    def exact(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        return tuple(
+            replace(p, extent=extents[p.extent]) if p.extent.container else p
+            for p in pieces
+            if not p.extent.container or p.extent in extents
+        )
+
+    return replace(entry, pieces=exact(entry.pieces), replicas=exact(entry.replicas))
+
+
+def _with_record(obj: ObjectEntry, records: dict[Extent, object]) -> ObjectEntry:
+    if obj.extent is None or obj.extent not in records:
+        return obj
+    record = records[obj.extent]
+    return replace(obj, record=record, kind=kind_of(record))

@@ -1,0 +1,51 @@
+"""What must hold of every checkpoint, whatever its layout: names are unique, pieces tile their tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from ckpttools.findings import Finding
+from ckpttools.geometry import cover
+from ckpttools.model import TensorEntry
+
+
+def check_names(tensors: Iterable[TensorEntry]) -> Iterator[Finding]:
+    """Different keys that have the same dotted name, so that a list of names would hold one of them only."""
+    paths: dict[str, TensorEntry] = {}
+    for entry in tensors:
+        other = paths.setdefault(entry.name, entry)
+        if other is not entry:
+            found = f"{list(other.path)} and {list(entry.path)}"
+            yield Finding("name-collision", entry.name, "one entry of this name", found)
+
+
+def check_cover(entry: TensorEntry) -> Iterator[Finding]:
+    """Whether the pieces of a tensor tile its shape exactly."""
+    if len(entry.pieces) == 1 and entry.pieces[0].box == entry.spec.box:
+        return
+    covered = cover(entry.spec.shape, [p.box for p in entry.pieces])
+    for i in covered.out_of_bounds:
+        piece = entry.pieces[i]
+        found = f"offsets {list(piece.box.offsets)}, sizes {list(piece.box.sizes)}"
+        yield Finding(
+            "piece-out-of-bounds", f"{entry.name} in {piece.extent.file}", f"a box inside {list(entry.spec.shape)}", found
+        )
+    for i, j in covered.overlaps:
+        one, other = entry.pieces[i], entry.pieces[j]
+        where = f"{entry.name} in {one.extent.file} and {other.extent.file}"
+        found = f"boxes at {list(one.box.offsets)} and {list(other.box.offsets)}"
+        yield Finding("pieces-overlap", where, "each element in one piece", found)
+    if covered.missing:
+        hole = f" such as those at {list(covered.hole.offsets)}, sizes {list(covered.hole.sizes)}" if covered.hole else ""
+        found = f"{covered.missing} in no piece{hole}"
+        yield Finding("uncovered", entry.name, f"all {entry.spec.volume} elements", found)
+
+
+def find_aliases(tensors: Iterable[TensorEntry]) -> tuple[tuple[str, ...], ...]:
+    """Groups of names that are one stored tensor: same bytes, seen in the same way."""
+    groups: dict[object, list[str]] = defaultdict(list)
+    for entry in tensors:
+        if entry.spec.volume and entry.pieces:
+            groups[entry.spec.dtype, entry.spec.shape, entry.pieces].append(entry.name)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)

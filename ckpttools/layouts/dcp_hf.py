@@ -1,0 +1,334 @@
+"""Shards that DCP's Hugging Face writer writes per rank, and what it consolidates from them.
+
+`HuggingFaceStorageWriter(save_distributed=True)` writes a safetensors file per rank and output file, with the offsets of
+each box in the header's `DCP_SHARDING_INFO` and the global shape nowhere. With consolidation the shards lie in
+`sharded/`, and whole tensors beside that directory: then those are the tensors and the shards are replicas, so that the
+two can be compared. They do differ: the consolidation writes 0.0 for every rank-0 tensor and zeros for what a missing
+shard had held. Without `save_distributed` the output is a plain set, and the `safetensors` layout reads it.
+Read `sniff` and `_Boxes` first.
+
+Source: pytorch/pytorch, torch/distributed/checkpoint/hf_storage.py, _hf_utils.py, _consolidate_hf_safetensors.py, 2.13.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from ckpttools.containers.jsons import JsonError, parse_json, shown
+from ckpttools.containers.safetensors_file import SafetensorsEntry, SafetensorsHeader
+from ckpttools.containers.safetensors_set import SafetensorsSet, piece_of, read_headers, read_set
+from ckpttools.containers.shard_index import RankShard, parse_rank_shard, shard_sets
+from ckpttools.findings import Finding
+from ckpttools.geometry import contains, cover
+from ckpttools.layouts.base import Contents, Part, Peek
+from ckpttools.model import Box, Commit, FileEntry, Piece, TensorEntry, TensorSpec
+from ckpttools.storage.source import Listing, Source
+
+_DIRECTORY = "sharded"
+_INDEX = "model.safetensors.index.json"
+_INFO_KEY = "DCP_SHARDING_INFO"
+_MAX_COUNT = 2**63 - 1
+_MAX_LISTED = 20
+
+
+class DcpHf:
+    """See the module."""
+
+    name = "dcp_hf"
+    looks_for = "shard-<rank + 1>-model-<i>-of-<n>.safetensors, here or in sharded/"
+
+    def sniff(self, listing: Listing, peek: Peek) -> list[Part]:
+        """One part: the shards, and the set that was consolidated from those in `sharded/`."""
+        root = [f.path for f in listing.in_directory("")]
+        inner = [f.path for f in listing.in_directory(_DIRECTORY) if parse_rank_shard(f.path)]
+        outer = [path for path in root if parse_rank_shard(path)]
+        if not inner:
+            return [Part(self.name, "model", tuple(outer))] if outer else []
+        whole = next((s for s in shard_sets(root) if (s.stem, s.variant) == ("model", "")), None)
+        files = (*(whole.paths if whole else ()), *outer, *inner)
+        return [Part(self.name, "model", files, whole.index if whole else "", _DIRECTORY)]
+
+    def read(self, source: Source, listing: Listing, part: Part) -> Contents:
+        """The tensors: those of the consolidated set with the shards as replicas, or those that the shards make up."""
+        inside = [f for f in part.files if parse_rank_shard(f) and f.rpartition("/")[0] == part.directory]
+        shards = [s for s in map(parse_rank_shard, inside) if s is not None]
+        others = [f for f in part.files if f not in inside and f != part.manifest]
+        boxes = _read_boxes(source, listing, shards)
+        if part.manifest:
+            whole = read_set(source, listing, [f for f in others if not parse_rank_shard(f)], index_file=part.manifest)
+            return _with_replicas(whole, boxes, _file_entries(listing, inside, others), part.directory)
+        findings = list(boxes.findings)
+        commit = Commit(not boxes.missing, boxes.missing[0] if boxes.missing else "")
+        if others:
+            expected = "the index, which the consolidation writes last"
+            found = f"{len(others)} files beside {_DIRECTORY}/ and no index; the shards are read instead"
+            remedy = f"name {_DIRECTORY}/ to use the shards alone, or consolidate them again"
+            findings.append(Finding("not-committed", _INDEX, expected, found, remedy))
+            commit = Commit(False, _INDEX)
+        tensors, disagreements = boxes.as_tensors()
+        found = f"boxes from {len({s.rank for s in shards})} ranks; shapes are taken to end where the last of them ends"
+        findings += [
+            *disagreements,
+            Finding("completeness-unproved", shards[-1].path, "global shapes and the number of ranks", found),
+        ]
+        return Contents(
+            tensors=tensors,
+            files=_file_entries(listing, inside, others),
+            findings=tuple(findings),
+            written_by=boxes.written_by,
+            commit=commit,
+        )
+
+
+LAYOUT = DcpHf()
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A box of a tensor in the file of a rank."""
+
+    entry: SafetensorsEntry
+    box: Box
+    shard: RankShard
+
+    @property
+    def piece(self) -> Piece:
+        return piece_of(self.entry, self.shard.path, box=self.box, rank=self.shard.rank)
+
+
+@dataclass
+class _Boxes:
+    """What all shards hold, by tensor, and what is wrong with them."""
+
+    held: dict[str, list[_Held]] = field(default_factory=lambda: defaultdict(list))
+    findings: list[Finding] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    """Files that must have been there."""
+    written_by: str = ""
+
+    def as_tensors(self) -> tuple[tuple[TensorEntry, ...], list[Finding]]:
+        """The tensors that the boxes make up, as large as the boxes reach, and where ranks disagree about one."""
+        tensors, findings = [], []
+        for name, held in self.held.items():
+            agreeing = [h for h in held if _is_alike(h.entry, held[0].entry)]
+            findings += [_disagreement(name, h, held[0].entry) for h in held if h not in agreeing]
+            shape = tuple(max(stops) for stops in zip(*(h.box.stops for h in agreeing), strict=True))
+            pieces, replicas = _first_of_each(agreeing)
+            spec = TensorSpec(name, held[0].entry.dtype, shape)
+            tensors.append(TensorEntry(spec, (name,), pieces, replicas, shape_is_declared=False))
+        return tuple(tensors), findings
+
+
+def _is_alike(a: SafetensorsEntry, b: SafetensorsEntry) -> bool:
+    return a.dtype == b.dtype and len(a.shape) == len(b.shape)
+
+
+def _disagreement(name: str, held: _Held, other: SafetensorsEntry) -> Finding:
+    expected = f"{other.dtype} with {len(other.shape)} dimensions, as elsewhere"
+    return Finding(
+        "rank-mismatch", f"{shown(name)} in {held.shard.path}", expected, f"{held.entry.dtype} with {len(held.entry.shape)}"
+    )
+
+
+def _first_of_each(held: Iterable[_Held]) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+    """(pieces, replicas): a box that several ranks wrote is a piece once; boxes that only overlap stay pieces."""
+    pieces: dict[Box, Piece] = {}
+    replicas = []
+    for one in held:
+        if not one.entry.is_readable:
+            continue
+        if one.box in pieces:
+            replicas.append(one.piece)
+        else:
+            pieces[one.box] = one.piece
+    return tuple(pieces.values()), tuple(replicas)
+
+
+def _read_boxes(source: Source, listing: Listing, shards: Sequence[RankShard]) -> _Boxes:
+    boxes = _Boxes()
+    headers = read_headers(source, listing, [s.path for s in shards])
+    for shard in shards:
+        header = headers[shard.path]
+        boxes.findings += header.findings
+        boxes.written_by = boxes.written_by or _written_by(header)
+        if header.entries:
+            offsets = _parse_info(header, boxes.findings)
+            for entry in header.entries:
+                if entry.name in offsets:
+                    boxes.held[entry.name].append(_Held(entry, Box(offsets[entry.name], entry.shape), shard))
+    _check_ranks(shards, boxes)
+    _check_models(shards, boxes)
+    return boxes
+
+
+def _written_by(header: SafetensorsHeader) -> str:
+    version = header.metadata.get("DCP_VERSION")
+    return f"DCP HuggingFaceStorageWriter {version}" if version else ""
+
+
+def _parse_info(header: SafetensorsHeader, findings: list[Finding]) -> dict[str, tuple[int, ...]]:
+    """Where in its tensor each box of a shard begins; a tensor whose place is not told, or told badly, is left out."""
+    where = f"{_INFO_KEY} in {header.file}"
+    try:
+        info = parse_json(header.metadata.get(_INFO_KEY, "").encode())
+    except JsonError as e:
+        found = e.message if _INFO_KEY in header.metadata else "none"
+        findings.append(Finding("bad-header", where, "JSON with the offsets of each box", found))
+        return {}
+    if not isinstance(info, dict):
+        findings.append(Finding("bad-header", where, "an object", type(info).__name__))
+        return {}
+    result = {}
+    for entry in header.entries:
+        told = info.get(entry.name)
+        offsets = told.get("saved_offsets") if isinstance(told, dict) else None
+        if _is_offsets(offsets, entry.shape):
+            result[entry.name] = tuple(offsets)
+        else:
+            expected = f"saved_offsets: {len(entry.shape)} non-negative integers"
+            found = "none" if offsets is None else shown(repr(offsets))
+            findings.append(Finding("bad-header", f"{shown(entry.name)} in {where}", expected, found))
+    known = {entry.name for entry in header.entries}
+    if not header.findings:
+        findings += [
+            Finding("bad-header", f"{shown(name)} in {where}", "offsets of tensors of this file", "no such tensor")
+            for name in info
+            if name not in known
+        ]
+    return result
+
+
+def _is_offsets(offsets: object, shape: Sequence[int]) -> bool:
+    return (
+        isinstance(offsets, list)
+        and len(offsets) == len(shape)
+        and all(type(o) is int and 0 <= o <= _MAX_COUNT - size for o, size in zip(offsets, shape, strict=True))
+    )
+
+
+def _sibling(shard: RankShard, rank: int, model: int) -> str:
+    directory = shard.path.rpartition("/")[0]
+    name = f"shard-{rank + 1:05d}-model-{model:05d}-of-{shard.count:05d}.safetensors"
+    return f"{directory}/{name}" if directory else name
+
+
+def _check_ranks(shards: Sequence[RankShard], boxes: _Boxes) -> None:
+    """Ranks are numbered without gaps; a last one that is missing leaves no trace in the names of the others."""
+    counts = sorted({s.count for s in shards})
+    if len(counts) > 1:
+        found = " and ".join(f"-of-{n:05d}" for n in counts)
+        boxes.findings.append(Finding("rank-mismatch", shards[-1].path, f"files of one save, all -of-{counts[-1]:05d}", found))
+    ranks = {s.rank for s in shards}
+    gaps = (rank for rank in range(max(ranks)) if rank not in ranks)
+    for i, rank in enumerate(islice(gaps, _MAX_LISTED + 1)):
+        path = _sibling(shards[0], rank, min(s.model for s in shards))
+        found = (
+            f"no file of rank {rank}" if i < _MAX_LISTED else f"no file of rank {rank}, nor of others that are not listed here"
+        )
+        boxes.missing.append(path)
+        boxes.findings.append(Finding("missing-rank", path, f"files of every rank up to {max(ranks)}", found))
+
+
+def _check_models(shards: Sequence[RankShard], boxes: _Boxes) -> None:
+    """Output files that no rank has a part of, and files that a rank lacks although it shards as ranks that have them.
+
+    A rank without tensors for an output file writes none, as in pipelines. But ranks that hold parts of one tensor
+    shard alike, so what one of them has a part of, the others have, too.
+    """
+    models = {s.model for s in shards}
+    absent = (model for model in range(1, shards[0].count + 1) if model not in models)
+    wanted = {_sibling(shards[0], shards[0].rank, model): "no rank has a part" for model in islice(absent, _MAX_LISTED)}
+    groups = _sharding_groups(boxes.held)
+    present = {(s.rank, s.model): s for s in shards}
+    split_models: dict[int, set[int]] = defaultdict(set)
+    for held in boxes.held.values():
+        for one in held:
+            if one.entry.shape:  # scalars are held by one rank however the rest is sharded
+                split_models[groups[one.shard.rank]].add(one.shard.model)
+    for rank in sorted({s.rank for s in shards}):
+        for model in sorted(split_models[groups.get(rank, rank)]):
+            if (rank, model) not in present:
+                wanted[_sibling(shards[0], rank, model)] = f"rank {rank} has parts for other files only"
+    for path, found in wanted.items():
+        boxes.missing.append(path)
+        boxes.findings.append(
+            Finding("missing-file", path, "a part of each output file from every rank that shards alike", found)
+        )
+
+
+def _sharding_groups(held: Mapping[str, Sequence[_Held]]) -> dict[int, int]:
+    """Per rank the smallest rank that it is joined with by tensors of which both hold a part."""
+    parent: dict[int, int] = {}
+
+    def root(rank: int) -> int:
+        parent.setdefault(rank, rank)
+        while parent[rank] != rank:
+            parent[rank] = rank = parent[parent[rank]]
+        return rank
+
+    for parts in held.values():
+        first = root(parts[0].shard.rank)
+        for one in parts[1:]:
+            low, high = sorted((first, root(one.shard.rank)))
+            parent[high] = first = low
+    return {rank: root(rank) for rank in list(parent)}
+
+
+def _with_replicas(whole: SafetensorsSet, boxes: _Boxes, shard_files: tuple[FileEntry, ...], directory: str) -> Contents:
+    """The consolidated tensors, each with the shards' boxes of it as replicas; and what only the shards have."""
+    findings = [*whole.findings, *boxes.findings]
+    known = {t.name for t in whole.tensors}
+    tensors, partial = [], []
+    for tensor in whole.tensors:
+        fitting = []
+        for held in boxes.held.get(tensor.name, ()):
+            problem = _misfit(held, tensor.spec)
+            findings += [problem] if problem else []
+            fitting += [held] if problem is None and held.entry.is_readable else []
+        if not cover(tensor.spec.shape, [h.box for h in fitting]).missing == 0:
+            partial.append(tensor.name)
+        tensors.append(replace(tensor, replicas=tuple(h.piece for h in fitting)))
+    if partial:
+        expected = f"shards that hold every element of all {len(tensors)} tensors"
+        found = f"parts only of {len(partial)}, such as `{shown(partial[0])}`"
+        remedy = "compare with another copy: where a shard was missing, the consolidation has written zeros"
+        findings.append(Finding("uncovered", f"{directory}/", expected, found, remedy))
+    extra, disagreements = boxes.as_tensors()
+    for tensor in extra:
+        if tensor.name not in known:
+            remedy = f"consolidate the shards in {directory}/ again"
+            expected = "a consolidated tensor"
+            findings.append(Finding("not-in-index", f"{shown(tensor.name)} in {directory}/", expected, "only shards", remedy))
+            tensors.append(tensor)
+    commit = whole.commit
+    if commit.is_committed and boxes.missing:
+        commit = Commit(False, boxes.missing[0])
+    return Contents(
+        tensors=tuple(tensors),
+        files=tuple(
+            sorted((*whole.files, *(f for f in shard_files if f.path not in {w.path for w in whole.files})), key=lambda f: f.path)
+        ),
+        findings=tuple(findings + disagreements),
+        written_by=boxes.written_by or whole.written_by,
+        commit=commit,
+    )
+
+
+def _misfit(held: _Held, spec: TensorSpec) -> Finding | None:
+    """Why a box cannot be a copy of a part of the consolidated tensor."""
+    where = f"{shown(spec.name)} in {held.shard.path}"
+    if held.entry.dtype != spec.dtype or len(held.entry.shape) != len(spec.shape):
+        found = f"{held.entry.dtype} with {len(held.entry.shape)}"
+        return Finding("piece-mismatch", where, f"{spec.dtype} with {len(spec.shape)} dimensions, as consolidated", found)
+    if not contains(spec.box, held.box):
+        found = f"offsets {list(held.box.offsets)}, sizes {list(held.box.sizes)}"
+        return Finding("piece-out-of-bounds", where, f"a box inside {list(spec.shape)}, as consolidated", found)
+    return None
+
+
+def _file_entries(listing: Listing, shards: Iterable[str], others: Iterable[str]) -> tuple[FileEntry, ...]:
+    roles = {**dict.fromkeys(others, "unreferenced"), **dict.fromkeys(shards, "data")}
+    return tuple(FileEntry(path, listing.length_bytes(path), role) for path, role in sorted(roles.items()))

@@ -1,0 +1,269 @@
+"""Consolidate: a checkpoint of any layout becomes portable files, and every tensor is proved unchanged.
+
+Select, arrange, plan, execute: the plan is complete before a byte is written, values stream from the source's pieces
+to their places, and the output is read back and sealed before it gets its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckpttools import plan as plans
+from ckpttools.cast import CastCounts, require_castable
+from ckpttools.containers.trees import sequence_branches
+from ckpttools.digest import TensorDigest, digest_bytes
+from ckpttools.dtypes import DType
+from ckpttools.errors import FindingsError, UsageError
+from ckpttools.execute import Executed, run
+from ckpttools.findings import Finding
+from ckpttools.layouts import SEAL_NAME, Snapshot, open_snapshot, safetensors, torch
+from ckpttools.layouts.families import MODEL
+from ckpttools.model import ArrangedFile, Arrangement, FileEntry, Path, TensorSpec
+from ckpttools.operations.select import Renaming, Selection, select
+from ckpttools.operations.validate import digest_file
+from ckpttools.plan import Plan
+from ckpttools.seal import Seal, SealedFile, SealedPiece, render_seal
+from ckpttools.storage.target import open_target
+
+FORMATS = ("safetensors", "torch")
+_FILE_SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
+_COMPANIONS = re.compile(
+    r"(huggingface/)?((generation_|adapter_|preprocessor_|processor_|tokenizer_|video_preprocessor_)?config\.json|params\.json"
+    r"|tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|chat_template.*|.*\.jinja|.*\.model"
+    r"|(configuration|modeling|tokenization|processing)_.*\.py)"
+)
+"""What transformers needs beside the weights; metrics, logs and training arguments stay behind."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was (or would be) written."""
+
+    plan: Plan
+    selection: Selection
+    destination: str
+    is_file: bool
+    casts: Mapping[str, CastCounts] = field(default_factory=dict)
+    executed: Executed | None = None
+    seal: Seal | None = None
+
+
+def consolidate(
+    location: str,
+    destination: str,
+    *,
+    format: str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    is_single_file: bool = False,
+    dtype: DType | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    renaming: Renaming | None = None,
+    is_weights_only: bool | None = None,
+    is_expanding_tied: bool = False,
+    allowed_findings: Sequence[str] = (),
+    jobs: int = 1,
+    memory_bytes: int = 256 << 20,
+    is_dry_run: bool = False,
+    is_overwriting: bool = False,
+    is_verifying: bool = True,
+    progress: Callable[[int], None] | None = None,
+    on_plan: Callable[[Plan], None] | None = None,
+) -> Conversion:
+    """Write the tensors of the snapshot at a location as portable files, and a seal beside them.
+
+    Args:
+        destination: a directory, or a file when its suffix says so (`.safetensors`, `.pt`, ...).
+        format: `safetensors` or `torch`; by the destination's suffix unless given.
+        is_weights_only: take the model's tensors alone; the default for safetensors, not for torch.
+        dtype: cast floating-point tensors to it.
+        allowed_findings: codes of errors in the source to go on in spite of.
+
+    Raises: FindingsError: when the source is not whole. ConversionError: when it cannot be done as asked.
+        DestinationError, LockedError, StorageError: when it cannot be written.
+    """
+    format, is_file = _target_kind(destination, format)
+    snapshot = open_snapshot(location, is_located=True)
+    _require_whole(snapshot, allowed_findings)
+    weights_only = format == "safetensors" if is_weights_only is None else is_weights_only
+    selection = select(
+        snapshot.checkpoint,
+        include=include,
+        exclude=exclude,
+        is_weights_only=weights_only,
+        renaming=renaming,
+        is_expanding_tied=is_expanding_tied,
+    )
+    specs = [_output_spec(name, entry.spec, dtype) for name, entry in selection.tensors.items()]
+    name = destination.rstrip("/").rpartition("/")[2]
+    if format == "torch":
+        arrangement = _arrange_torch(snapshot, selection, specs, name if is_file else "model.pt")
+    else:
+        limit = None if is_single_file or is_file else max_shard_bytes
+        metadata = {dropped: kept for dropped, kept in selection.aliases.items() if dropped not in ("format",)}
+        arrangement = safetensors.arrange(
+            specs, max_shard_bytes=limit, metadata=metadata, single_file_name=name if is_file else "model.safetensors"
+        )
+    casts = {s.name: s.dtype for s in specs if s.dtype != selection.tensors[s.name].spec.dtype}
+    plan = plans.make(
+        snapshot.checkpoint,
+        arrangement,
+        tensor_of=selection.tensors,
+        casts=casts,
+        companions=() if is_file else _companions(snapshot),
+        listing=snapshot.listing,
+    )
+    conversion = Conversion(plan, selection, destination, is_file)
+    if on_plan is not None:
+        on_plan(plan)
+    if is_dry_run:
+        return conversion
+    return _execute(conversion, snapshot, arrangement, jobs, memory_bytes, is_overwriting, is_verifying, progress)
+
+
+def _target_kind(destination: str, format: str | None) -> tuple[str, bool]:
+    """(format, whether the destination is one file), from the suffix where nothing else is said."""
+    suffix = next((s for s in _FILE_SUFFIXES if destination.endswith(s)), None)
+    if suffix is None:
+        return format or "safetensors", False
+    if format is not None and format != _FILE_SUFFIXES[suffix]:
+        raise UsageError(f"--format {format} does not go with a file named *{suffix}: {destination}")
+    return _FILE_SUFFIXES[suffix], True
+
+
+def _require_whole(snapshot: Snapshot, allowed: Sequence[str]) -> None:
+    """Nothing is made from a source with errors, unless the user knows of them."""
+    errors = [f for f in snapshot.checkpoint.findings if f.is_error and f.code not in allowed]
+    if errors:
+        codes = sorted({f.code for f in errors})
+        hint = "--allow-findings " + " --allow-findings ".join(codes) + " goes on in spite of them"
+        raise FindingsError(f"the source is not whole: {snapshot.checkpoint.path}", errors, hints=[hint])
+
+
+def _output_spec(name: str, spec: TensorSpec, dtype: DType | None) -> TensorSpec:
+    """A tensor as it comes out: under its new name, cast when asked and it is of floating point."""
+    if dtype is None or not spec.dtype.is_floating or spec.dtype == dtype:
+        return replace(spec, name=name)
+    require_castable(name, spec.dtype, dtype)
+    return replace(spec, name=name, dtype=dtype)
+
+
+def _arrange_torch(snapshot: Snapshot, selection: Selection, specs: Sequence[TensorSpec], file_name: str) -> Arrangement:
+    """Nested as in the source; a renamed tensor stands at the top level under its new name."""
+    paths: dict[str, Path] = {n: e.path if n == e.name else (n,) for n, e in selection.tensors.items()}
+    by_name = snapshot.checkpoint.by_name
+    for alias in selection.aliases:
+        paths[alias] = by_name[alias].path if alias in by_name else (alias,)
+    return torch.arrange(
+        specs,
+        paths=paths,
+        objects=[o for o in selection.objects if o.record is not None or o.kind == "NoneType"],
+        sequences=_sequences(snapshot),
+        aliases=selection.aliases,
+        file_name=file_name,
+    )
+
+
+def _sequences(snapshot: Snapshot) -> dict[Path, str]:
+    """Which branches of the source's nested values are lists and tuples."""
+    checkpoint = snapshot.checkpoint
+    found: dict[Path, str] = {}
+    if not checkpoint.trees:  # DCP flattens dict keys to text, so an integer is the place in a list
+        paths = [*(t.path for t in checkpoint.tensors), *(o.path for o in checkpoint.objects)]
+        for path in paths:
+            found |= {path[:i]: "list" for i, key in enumerate(path) if type(key) is int}
+        return found
+    family_of = {f.path: f.family for f in checkpoint.files}
+    for file, value in checkpoint.trees.items():
+        family = family_of.get(file, MODEL)
+        found |= sequence_branches(value, () if family == MODEL else (family,))
+    return found
+
+
+def _companions(snapshot: Snapshot) -> list[FileEntry]:
+    """Config and tokenizer files beside the source."""
+    return [f for f in snapshot.checkpoint.files if f.role == "companion" and _COMPANIONS.fullmatch(f.path)]
+
+
+def _execute(
+    conversion: Conversion,
+    snapshot: Snapshot,
+    arrangement: Arrangement,
+    jobs: int,
+    memory_bytes: int,
+    is_overwriting: bool,
+    is_verifying: bool,
+    progress: Callable[[int], None] | None,
+) -> Conversion:
+    sealed: list[Seal] = []
+
+    def finish(executed: Executed) -> dict[str, bytes]:
+        sealed.append(_seal(conversion, snapshot, arrangement, executed))
+        name = conversion.destination.rstrip("/").rpartition("/")[2]
+        return {f"{name}.{SEAL_NAME}" if conversion.is_file else SEAL_NAME: render_seal(sealed[0])}
+
+    executed = run(
+        conversion.plan,
+        snapshot.source,
+        open_target(conversion.destination, is_file=conversion.is_file),
+        jobs=jobs,
+        memory_bytes=memory_bytes,
+        progress=progress,
+        overwrite=is_overwriting,
+        verify=is_verifying,
+        finish=finish,
+    )
+    _require_readable(conversion)
+    return replace(conversion, executed=executed, seal=sealed[0], casts=executed.casts)
+
+
+def _seal(conversion: Conversion, snapshot: Snapshot, arrangement: Arrangement, executed: Executed) -> Seal:
+    """The seal of what was written: digests as they were computed on the way, so nothing is read again."""
+    specs = {name: (t.dtype, t.source.spec.shape) for name, t in conversion.plan.tensors.items()}
+    tensors = tuple(
+        TensorDigest(name, dtype.name, shape, executed.written_digests[name]) for name, (dtype, shape) in specs.items()
+    )
+    pieces: dict[str, tuple[SealedPiece, ...]] = {}
+    files = conversion.plan.files
+    for name, planned in conversion.plan.tensors.items():
+        pieces[name] = tuple(
+            SealedPiece(files[p.file].path, p.slot.offset, p.slot.length, p.slot.box, executed.written_digests[name])
+            for p in planned.slots
+        )
+    sealed_files = [SealedFile(f.path, f.length_bytes, _literal_digest(f)) for f in arrangement.files]
+    carried = {f.path for f in files} - {f.path for f in arrangement.files}
+    sealed_files += [
+        SealedFile(f.path, f.length_bytes, digest_file(snapshot.source, f.path, f.length_bytes, "blake3"))
+        for f in files
+        if f.path in carried
+    ]
+    groups: dict[str, list[str]] = {}
+    for alias, kept in conversion.selection.aliases.items():
+        groups.setdefault(kept, [kept]).append(alias)
+    origin: dict[str, object] = {"layout": snapshot.checkpoint.layout}
+    if executed.casts:
+        origin["casts"] = {n: conversion.plan.tensors[n].dtype.name for n in executed.casts}
+    aliases = tuple(tuple(group) for group in groups.values())
+    return Seal("blake3", tensors, pieces, tuple(sealed_files), arrangement.layout, snapshot.checkpoint.step, aliases, origin)
+
+
+def _literal_digest(file: ArrangedFile) -> str:
+    """The digest of an output file that has no tensors (an index); empty for the others."""
+    if file.slots:
+        return ""
+    return digest_bytes(b"".join(literal.data for literal in file.literals))
+
+
+def _require_readable(conversion: Conversion) -> None:
+    """Our own reader understands what was written, and sees the tensors that were meant."""
+    checkpoint = open_snapshot(conversion.destination, is_located=True).checkpoint
+    found = {t.name: (t.spec.dtype, t.spec.shape) for t in checkpoint.tensors if t.name in conversion.plan.tensors}
+    meant = {name: (t.dtype, t.source.spec.shape) for name, t in conversion.plan.tensors.items()}
+    errors = [f for f in checkpoint.findings if f.is_error]
+    if found != meant:
+        differing = sorted(n for n in meant if found.get(n) != meant[n])
+        errors += [Finding("missing-tensor", n, f"{meant[n][0]} {list(meant[n][1])}", "another or none") for n in differing[:20]]
+    if errors:
+        raise FindingsError(f"what was written does not read back: {conversion.destination}", errors)

@@ -1,0 +1,329 @@
+"""One pass over a checkpoint's bytes: every tensor's digest, every stored checksum, every replica, each byte read once.
+
+Work is cut into groups of tensors that share stored records, so that one thread reads a record from its first byte to its
+last and its CRC-32 falls out of the reads that the digests need. A record that was not read that way is read by itself.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import local
+
+from ckpttools.digest import Hasher, TensorDigest, new_hasher
+from ckpttools.dtypes import BY_NAME
+from ckpttools.errors import FindingsError, StorageError
+from ckpttools.findings import Finding
+from ckpttools.gather import Gather
+from ckpttools.model import Box, Checkpoint, Encoding, Extent, Piece, StoredChecksum, TensorEntry, TensorSpec
+from ckpttools.operations.values import ValueReport, count_unusual
+from ckpttools.storage.source import Source
+
+Progress = Callable[[int], None]
+"""Is told how many further bytes were done."""
+
+_Record = tuple[str, "Encoding | None"]
+
+
+@dataclass(slots=True)
+class Scan:
+    """What one pass brought to light."""
+
+    digests: dict[str, TensorDigest] = field(default_factory=dict)
+    """By tensor name."""
+    piece_digests: dict[tuple[str, Box], str] = field(default_factory=dict)
+    """By tensor name and box, where pieces were asked for."""
+    findings: list[Finding] = field(default_factory=list)
+    bytes_read: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Want:
+    algorithm: str
+    has_pieces: bool
+    has_checksums: bool
+    has_replicas: bool
+    looks_at_values: bool
+
+
+def scan(
+    source: Source,
+    checkpoint: Checkpoint,
+    *,
+    tensors: Sequence[TensorEntry] | None = None,
+    algorithm: str = "blake3",
+    pieces: bool = False,
+    checksums: bool = False,
+    replicas: bool = False,
+    values: bool = False,
+    jobs: int = 1,
+    memory_bytes: int = 256 << 20,
+    progress: Progress | None = None,
+) -> Scan:
+    """Read the tensors (all of them unless given) once and return their digests and what is wrong.
+
+    Args:
+        pieces: also a digest per stored piece, as a seal has it.
+        checksums: hold every stored CRC-32 against the bytes.
+        replicas: hold every replica against the pieces.
+        values: look for NaN, infinity and bools other than 0 and 1.
+        memory_bytes: bound on all buffers together.
+
+    Raises: StorageError: never for one bad file (that is a finding), only for a missing codec.
+    """
+    chosen = checkpoint.tensors if tensors is None else tensors
+    want = _Want(algorithm, pieces, checksums, replicas, values)
+    groups = _groups(chosen, checkpoint.checksums if checksums else ())
+    threads = local()
+
+    def run(group: _Group) -> Scan:
+        if not hasattr(threads, "gather"):
+            threads.gather = Gather(source, memory_bytes=memory_bytes // max(jobs, 1))
+        return _Worker(source, threads.gather, want, progress).run(group)
+
+    result = Scan()
+    with ThreadPoolExecutor(max(jobs, 1)) as pool:
+        for part in pool.map(run, groups):
+            result.digests.update(part.digests)
+            result.piece_digests.update(part.piece_digests)
+            result.findings += part.findings
+            result.bytes_read += part.bytes_read
+    result.digests = {t.name: result.digests[t.name] for t in chosen if t.name in result.digests}
+    return result
+
+
+@dataclass(slots=True)
+class _Group:
+    """Tensors and checksums that one thread handles together, because they share stored bytes."""
+
+    tensors: list[TensorEntry] = field(default_factory=list)
+    checksums: list[StoredChecksum] = field(default_factory=list)
+
+    @property
+    def place(self) -> tuple[str, int]:
+        extent = self.tensors[0].pieces[0].extent if self.tensors and self.tensors[0].pieces else None
+        first = extent or (self.checksums[0] if self.checksums else None)
+        return (first.file, _position(first)) if first else ("", 0)
+
+
+def _position(place: Extent | StoredChecksum) -> int:
+    return place.encoding.offset if place.encoding else place.offset
+
+
+def _groups(tensors: Sequence[TensorEntry], checksums: Sequence[StoredChecksum]) -> list[_Group]:
+    """Connected components of tensors and checksummed records, in file order."""
+    records: dict[_Record, _Records] = defaultdict(lambda: _Records([]))
+    for number, checksum in enumerate(checksums):
+        records[checksum.file, checksum.encoding].places.append((checksum.offset, checksum.offset + checksum.length, number))
+    for places in records.values():
+        places.places.sort()
+    union = _Union(len(tensors) + len(checksums))
+    for i, entry in enumerate(tensors):
+        for piece in entry.pieces:
+            holding = records[piece.extent.file, piece.extent.encoding].holding(piece.extent) if checksums else None
+            if holding is not None:
+                union.join(i, len(tensors) + holding)
+    groups: dict[int, _Group] = defaultdict(_Group)
+    for i, entry in enumerate(tensors):
+        groups[union.root(i)].tensors.append(entry)
+    loose: dict[str, _Group] = defaultdict(_Group)
+    for number, checksum in enumerate(checksums):
+        root = union.root(len(tensors) + number)
+        group = groups[root] if root in groups else loose[checksum.file]
+        group.checksums.append(checksum)
+    for group in groups.values():
+        group.tensors.sort(key=lambda t: [(p.extent.file, p.extent.offset) for p in t.pieces[:1]])
+    return sorted((*groups.values(), *loose.values()), key=lambda g: g.place)
+
+
+@dataclass(slots=True)
+class _Records:
+    """Checksummed stretches of one file, in order."""
+
+    places: list[tuple[int, int, int]]
+
+    def holding(self, extent: Extent) -> int | None:
+        """The number of the checksum whose stretch holds an extent."""
+        low, high = 0, len(self.places)
+        while low < high:
+            middle = (low + high) // 2
+            if self.places[middle][1] <= extent.offset:
+                low = middle + 1
+            else:
+                high = middle
+        for start, stop, number in self.places[low : low + 1]:
+            if extent.length and start <= extent.offset and extent.offset + extent.length <= stop:
+                return number
+        return None
+
+
+class _Union:
+    """Disjoint sets of numbers."""
+
+    def __init__(self, count: int) -> None:
+        self._parent = list(range(count))
+
+    def root(self, i: int) -> int:
+        while self._parent[i] != i:
+            self._parent[i] = self._parent[self._parent[i]]
+            i = self._parent[i]
+        return i
+
+    def join(self, i: int, j: int) -> None:
+        self._parent[self.root(j)] = self.root(i)
+
+
+@dataclass(slots=True)
+class _Running:
+    """A CRC-32 that grows as the bytes of its record happen to pass in order."""
+
+    checksum: StoredChecksum
+    next_offset: int
+    value: int = 0
+
+
+class _Worker:
+    """Handles one group with one thread's buffers."""
+
+    def __init__(self, source: Source, gather: Gather, want: _Want, progress: Progress | None) -> None:
+        self._source = source
+        self._gather = gather
+        self._want = want
+        self._progress = progress
+        self._running: dict[tuple[str, Encoding | None, int], _Running] = {}
+        """By where the next byte is that its CRC-32 needs."""
+        self.result = Scan()
+
+    def run(self, group: _Group) -> Scan:
+        everything = [_Running(c, c.offset) for c in group.checksums]
+        self._running = {(r.checksum.file, r.checksum.encoding, r.next_offset): r for r in everything if r.checksum.length}
+        known: dict[object, str] = {}
+        for entry in group.tensors:
+            identity = (entry.spec.dtype, entry.spec.shape, entry.pieces)
+            digest = known.get(identity) if not self._want.has_pieces else None
+            if digest is None:
+                digest = self._digest(entry)
+            if digest is not None:
+                known[identity] = digest
+                self.result.digests[entry.name] = TensorDigest.of(entry.spec, digest)
+            if self._want.has_replicas and entry.replicas:
+                self._compare_replicas(entry)
+        for running in everything:
+            self._finish(running)
+        return self.result
+
+    def _digest(self, entry: TensorEntry) -> str | None:
+        """The digest of a whole tensor, with its pieces' where wanted; None with a finding when it cannot be read."""
+        hasher = new_hasher(self._want.algorithm)
+        report = ValueReport() if self._want.looks_at_values else None
+        try:
+            for tile in self._gather.stream(entry, watch=self._watch if self._running else None):
+                hasher.update(tile)
+                if report is not None:
+                    count_unusual(tile, entry.spec.dtype, report)
+                self._done(len(tile))
+            if self._want.has_pieces:
+                self._digest_pieces(entry, hasher)
+        except FindingsError as e:
+            self.result.findings += e.findings
+            return None
+        except StorageError as e:
+            found = e.found or e.message
+            self.result.findings.append(
+                Finding("unreadable-file", f"{entry.name} in {e.where}", e.expected or "readable bytes", found)
+            )
+            return None
+        if report is not None:
+            self.result.findings += report.findings(entry.name)
+        return hasher.hexdigest()
+
+    def _digest_pieces(self, entry: TensorEntry, whole: Hasher) -> None:
+        """A digest per piece; a tensor in one piece has it already, others are read box by box."""
+        if len(entry.pieces) == 1:
+            self.result.piece_digests[entry.name, entry.pieces[0].box] = whole.hexdigest()
+            return
+        for piece in entry.pieces:
+            self.result.piece_digests[entry.name, piece.box] = self._digest_box(entry, piece.box)
+
+    def _digest_box(self, entry: TensorEntry, box: Box) -> str:
+        hasher = new_hasher(self._want.algorithm)
+        for tile in self._gather.stream(entry, box):
+            hasher.update(tile)
+        return hasher.hexdigest()
+
+    def _compare_replicas(self, entry: TensorEntry) -> None:
+        """Every replica against the same box of the pieces."""
+        expected: dict[Box, str] = {}
+        for replica in entry.replicas:
+            try:
+                if replica.box not in expected:
+                    expected[replica.box] = self._digest_box(entry, replica.box)
+                found = self._digest_box(_alone(entry, replica), replica.box)
+            except FindingsError as e:
+                self.result.findings += e.findings
+                continue
+            except StorageError as e:
+                where = f"a copy of {entry.name} in {e.where}"
+                self.result.findings.append(
+                    Finding("unreadable-file", where, e.expected or "readable bytes", e.found or e.message)
+                )
+                continue
+            if found != expected[replica.box]:
+                first = next((p for p in entry.pieces if p.box == replica.box), entry.pieces[0])
+                where = f"{entry.name} at {list(replica.box.offsets)} in {_copy_name(first)} and {_copy_name(replica)}"
+                self.result.findings.append(Finding("replica-mismatch", where, expected[replica.box], found))
+
+    def _watch(self, file: str, encoding: Encoding | None, offset: int, view: memoryview) -> None:
+        running = self._running.pop((file, encoding, offset), None)
+        if running is not None:
+            room = running.checksum.offset + running.checksum.length - offset
+            running.value = zlib.crc32(view[:room], running.value)
+            running.next_offset += min(len(view), room)
+            self._running[file, encoding, running.next_offset] = running
+
+    def _finish(self, running: _Running) -> None:
+        """The rest of a record that the digests did not need, and the verdict on it."""
+        checksum = running.checksum
+        stop = checksum.offset + checksum.length
+        entry = _raw_entry(checksum, running.next_offset)
+        try:
+            if running.next_offset < stop:
+                for tile in self._gather.stream(entry):
+                    running.value = zlib.crc32(tile, running.value)
+                    self._done(len(tile))
+        except StorageError as e:
+            self.result.findings.append(
+                Finding(
+                    "unreadable-file", f"`{checksum.label}` in {e.where}", e.expected or "readable bytes", e.found or e.message
+                )
+            )
+            return
+        if running.value != checksum.expected:
+            where = f"`{checksum.label}` in {checksum.file} at byte {_position(checksum)}"
+            expected, found = f"CRC-32 {checksum.expected:08x}", f"{running.value:08x}"
+            self.result.findings.append(Finding("checksum-mismatch", where, expected, found))
+
+    def _done(self, length_bytes: int) -> None:
+        self.result.bytes_read += length_bytes
+        if self._progress is not None:
+            self._progress(length_bytes)
+
+
+def _alone(entry: TensorEntry, piece: Piece) -> TensorEntry:
+    """The tensor as if a replica were the only piece of it."""
+    return TensorEntry(entry.spec, entry.path, (piece,), family=entry.family)
+
+
+def _copy_name(piece: Piece) -> str:
+    return piece.extent.file if piece.rank is None else f"{piece.extent.file} (rank {piece.rank})"
+
+
+def _raw_entry(checksum: StoredChecksum, start: int) -> TensorEntry:
+    """The rest of a checksummed stretch as a tensor of bytes, so that it is read like everything else."""
+    length = checksum.offset + checksum.length - start
+    spec = TensorSpec(checksum.label, BY_NAME["uint8"], (length,))
+    extent = Extent(checksum.file, start, length, encoding=checksum.encoding)
+    return TensorEntry(spec, (checksum.label,), (Piece(spec.box, extent),))

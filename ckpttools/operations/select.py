@@ -1,0 +1,137 @@
+"""Which tensors a conversion takes, under which names they come out, and which of tied ones is written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from ckpttools.errors import ConversionError, UsageError
+from ckpttools.layouts.families import MODEL
+from ckpttools.model import Checkpoint, ObjectEntry, TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Renaming:
+    """How names change: a prefix is stripped, then each (regex, replacement) is applied in order."""
+
+    strip_prefixes: tuple[str, ...] = ()
+    rules: tuple[tuple[str, str], ...] = ()
+
+    def apply(self, name: str) -> str:
+        """The new name. Pure."""
+        for prefix in self.strip_prefixes:
+            name = name.removeprefix(prefix)
+        for pattern, replacement in self.rules:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    @classmethod
+    def parse(cls, strip_prefixes: Sequence[str], rules: Sequence[str]) -> Renaming:
+        """From `REGEX=REPLACEMENT` texts. Raises UsageError where one does not parse."""
+        parsed = []
+        for rule in rules:
+            pattern, equals, replacement = rule.partition("=")
+            try:
+                groups = re.compile(pattern).groups
+                re.sub(pattern, replacement, "")
+            except (re.error, IndexError) as e:
+                hint = "write it like '^model\\.=transformer.'"
+                raise UsageError(f"not a renaming: `{rule}`", found=str(e), hints=[hint]) from e
+            if not equals or groups > 99:
+                raise UsageError(f"not a renaming: `{rule}`", expected="REGEX=REPLACEMENT")
+            parsed.append((pattern, replacement))
+        return cls(tuple(strip_prefixes), tuple(parsed))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a conversion takes."""
+
+    tensors: dict[str, TensorEntry]
+    """By output name, in the source's order; of tied tensors the one that is written."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Output name that is not written -> the output name whose tensor it is."""
+    objects: tuple[ObjectEntry, ...] = ()
+    left: tuple[str, ...] = ()
+    """Names of tensors that were not taken."""
+
+
+def select(
+    checkpoint: Checkpoint,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    is_weights_only: bool,
+    renaming: Renaming | None = None,
+    is_expanding_tied: bool = False,
+) -> Selection:
+    """Choose and rename. Globs match the names as `inspect` shows them; `include` reaches into every family. Pure.
+
+    Raises: ConversionError: when nothing is left, two tensors get one name, or a chosen one is part of a tensor that is
+        not dense.
+    """
+    renaming = renaming or Renaming()
+    chosen: list[TensorEntry] = []
+    left: list[TensorEntry] = []
+    for entry in checkpoint.tensors:
+        (chosen if _is_chosen(entry, include, exclude, is_weights_only) else left).append(entry)
+    if not chosen:
+        hint = "ckpttools inspect --tensors lists them"
+        raise ConversionError("no tensor is selected", found=f"{len(left)} tensors", hints=[hint])
+    parts = [t for t in chosen if t.part_of]
+    if parts:
+        names = sorted({t.name.rpartition("::")[0] for t in parts})
+        raise ConversionError(
+            f"not a dense tensor: {names[0]}: {parts[0].part_of}",
+            found=f"{len(names)} such tensors",
+            hints=[" ".join(f"--exclude '{n}*'" for n in names[:4])],
+        )
+    kept_of = {} if is_expanding_tied else _tied(checkpoint, {t.name for t in chosen})
+    tensors: dict[str, TensorEntry] = {}
+    aliases: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for entry in chosen:
+        name = renaming.apply(entry.name)
+        if name in taken:
+            raise ConversionError(f"two tensors get one name: {name}", found=f"{taken[name]} and {entry.name}")
+        taken[name] = entry.name
+        if entry.name in kept_of:
+            aliases[name] = renaming.apply(kept_of[entry.name])
+        else:
+            tensors[name] = entry
+    objects = tuple(o for o in checkpoint.objects if not is_weights_only and not _matches(o.name, exclude))
+    return Selection(tensors, aliases, objects, tuple(t.name for t in left))
+
+
+def _matches(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
+
+
+def _is_chosen(entry: TensorEntry, include: Sequence[str], exclude: Sequence[str], is_weights_only: bool) -> bool:
+    if _matches(entry.name, exclude):
+        return False
+    if include:
+        return _matches(entry.name, include)
+    return entry.family == MODEL or not is_weights_only
+
+
+def _tied(checkpoint: Checkpoint, names: set[str]) -> dict[str, str]:
+    """Name that need not be written -> the name of the same tensor that is."""
+    order = {t.name: i for i, t in enumerate(checkpoint.tensors)}
+    kept_of: dict[str, str] = {}
+    for group in checkpoint.aliases:
+        members = [n for n in group if n in names]
+        if len(members) > 1:
+            kept = min(members, key=lambda n: _preference(n, order))
+            kept_of |= {n: kept for n in members if n != kept}
+    return kept_of
+
+
+def _preference(name: str, order: Mapping[str, int]) -> tuple[int, int]:
+    """Loaders tie an output layer to an embedding, so of the two the embedding must be there; else the first one."""
+    last = name.lower()
+    if last.startswith("shared.") or ".shared." in last:
+        return 0, order[name]
+    return 1 if re.search(r"embed|wte|embd", last) else 2, order[name]

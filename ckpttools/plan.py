@@ -1,0 +1,358 @@
+"""Plan: every output file of a conversion to the byte, before one is written; pure data, no I/O.
+
+A file is tiled by segments: a slot (a box of a source tensor, perhaps cast), a carry (a stretch of a source file as it
+is), a literal, or a checksum slot. One executor runs every plan; a plan can be printed, counted, split and resumed. Read
+`make` and `Plan` first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ckpttools.cast import require_castable
+from ckpttools.dtypes import DType
+from ckpttools.errors import ConversionError
+from ckpttools.geometry import BoxIndex, cover
+from ckpttools.model import (
+    ArrangedFile,
+    Arrangement,
+    Checkpoint,
+    ChecksumSlot,
+    Extent,
+    FileEntry,
+    Literal,
+    Slot,
+    TensorEntry,
+)
+from ckpttools.storage.source import Listing
+
+_BLOCK_BYTES = 4096
+_RECORD_BYTES = 512
+"""What the journal takes per slot, roughly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """A stretch of a source file that goes into an output file as it is."""
+
+    source_file: str
+    source_offset: int
+    offset: int
+    length: int
+
+
+Segment = Slot | Carry | Literal | ChecksumSlot
+
+
+def segment_length(segment: Segment) -> int:
+    """Bytes that a segment takes in its output file. Pure."""
+    if isinstance(segment, Literal):
+        return len(segment.data)
+    return 4 if isinstance(segment, ChecksumSlot) else segment.length
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """One output file and the segments that tile it."""
+
+    path: str
+    length_bytes: int
+    segments: tuple[Segment, ...]
+    """In the order of their offsets."""
+    is_commit_record: bool = False
+    """Whether its presence makes the snapshot readable, so that it is written last."""
+
+    @property
+    def checksums(self) -> Iterator[ChecksumSlot]:
+        """Its checksum slots, in order."""
+        return (s for s in self.segments if isinstance(s, ChecksumSlot))
+
+    def covered(self, checksum: ChecksumSlot) -> range:
+        """Positions of the segments in the stretch that a checksum covers."""
+        start = bisect_left(self.segments, (checksum.covers_offset, 0), key=_place)
+        stop = bisect_left(self.segments, (checksum.covers_offset + checksum.covers_length, 0), key=_place)
+        return range(start, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedSlot:
+    """A slot, and where in the plan it stands."""
+
+    file: int
+    """Position of the file in the plan."""
+    segment: int
+    """Position of the slot among the file's segments."""
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTensor:
+    """One output tensor: where its values come from, as what they are written, and where."""
+
+    name: str
+    source: TensorEntry
+    dtype: DType
+    slots: tuple[PlacedSlot, ...]
+    """Each element of the tensor is in one of them."""
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether its values change: the only case in which a conversion computes anything."""
+        return self.dtype != self.source.spec.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A source file that a plan draws on, as it was when the plan was made."""
+
+    path: str
+    length_bytes: int
+    modified_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be written, and from what. Equal inputs give equal plans."""
+
+    source: str
+    """Location of the source."""
+    files: tuple[PlannedFile, ...]
+    tensors: Mapping[str, PlannedTensor]
+    """By output name."""
+    source_files: tuple[SourceFile, ...]
+
+    @cached_property
+    def bytes_written(self) -> int:
+        """Bytes of all output files."""
+        return sum(f.length_bytes for f in self.files)
+
+    @cached_property
+    def bytes_read(self) -> int:
+        """Bytes of source values and carried stretches; each is read once."""
+        carried = sum(s.length for f in self.files for s in f.segments if isinstance(s, Carry))
+        return carried + sum(t.source.spec.length_bytes for t in self.tensors.values())
+
+    @cached_property
+    def space_bytes(self) -> int:
+        """Bytes of free space that writing takes, files in whole blocks and the journal included."""
+        blocks = sum(-(-f.length_bytes // _BLOCK_BYTES) for f in self.files)
+        records = sum(len(t.slots) for t in self.tensors.values()) + len(self.files)
+        return blocks * _BLOCK_BYTES + records * _RECORD_BYTES
+
+    @cached_property
+    def inodes(self) -> int:
+        """Files and directories that writing makes, those of the partial directory included."""
+        directories = {d for f in self.files for d in _parents(f.path)}
+        return len(self.files) + len(directories) + 4
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """An identity of all that decides what is written: what a journal must have for its run to go on."""
+        sha256 = hashlib.sha256()
+        for line in _identity(self):
+            sha256.update(line.encode("utf-8", "surrogatepass") + b"\n")
+        return sha256.hexdigest()
+
+    def describe(self) -> dict[str, object]:
+        """What `--dry-run` shows, ready for JSON."""
+        drawn = _draws(self)
+        return {
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "space_bytes": self.space_bytes,
+            "inodes": self.inodes,
+            "casts": [
+                {"tensor": t.name, "from": t.source.spec.dtype.name, "to": t.dtype.name}
+                for t in self.tensors.values()
+                if t.is_cast
+            ],
+            "files": [
+                {
+                    "path": file.path,
+                    "bytes": file.length_bytes,
+                    "tensors": len({s.tensor for s in file.segments if isinstance(s, Slot)}),
+                    "is_commit_record": file.is_commit_record,
+                    "sources": [{"file": path, "bytes": count} for path, count in sorted(sources.items())],
+                }
+                for file, sources in zip(self.files, drawn, strict=True)
+            ],
+        }
+
+
+def make(
+    checkpoint: Checkpoint,
+    arrangement: Arrangement,
+    *,
+    tensor_of: Mapping[str, TensorEntry],
+    casts: Mapping[str, DType] | None = None,
+    companions: Sequence[FileEntry] = (),
+    listing: Listing | None = None,
+) -> Plan:
+    """The plan that fills an arrangement's slots from the tensors of a checkpoint. Pure.
+
+    Args:
+        tensor_of: output name -> source tensor.
+        casts: output name -> dtype to write; a tensor that already has it is not touched.
+        companions: source files to carry along whole, under their own paths.
+        listing: of the source; with it a resumed run notices that a source file was replaced.
+
+    Raises:
+        ConversionError: when two output files have one name, or a cast does not exist.
+        ValueError: when the arrangement does not tile its files, or its slots not their tensors; a bug of a layout.
+    """
+    files = [_plan_file(f) for f in arrangement.files]
+    for companion in companions:
+        carry = Carry(companion.path, 0, 0, companion.length_bytes)
+        files.append(PlannedFile(companion.path, companion.length_bytes, (carry,)))
+    _require_paths(files)
+    tensors = _plan_tensors(files, tensor_of, casts or {})
+    return Plan(checkpoint.path, tuple(files), tensors, _source_files(checkpoint, files, tensors, listing))
+
+
+def _plan_file(file: ArrangedFile) -> PlannedFile:
+    segments: list[Segment] = [*file.slots, *file.literals, *file.checksums]
+    segments.sort(key=_place)
+    position = 0
+    for segment in segments:
+        if segment.offset != position:
+            what = "nothing fills" if segment.offset > position else "two segments share"
+            raise ValueError(f"{what} byte {min(position, segment.offset)} of {file.path}")
+        position += segment_length(segment)
+    if position != file.length_bytes:
+        raise ValueError(f"{file.path} is said to have {file.length_bytes} bytes, its segments have {position}")
+    planned = PlannedFile(file.path, file.length_bytes, tuple(segments), file.is_commit_record)
+    for checksum in file.checksums:
+        _require_whole_segments(planned, checksum)
+    return planned
+
+
+def _place(segment: Segment) -> tuple[int, int]:
+    """Sorts segments by offset, those without bytes before the one that starts at the same byte."""
+    return segment.offset, segment_length(segment)
+
+
+def _require_whole_segments(file: PlannedFile, checksum: ChecksumSlot) -> None:
+    """A checksum lies behind what it covers, and covers whole segments, whose CRCs can be put together."""
+    start, stop = checksum.covers_offset, checksum.covers_offset + checksum.covers_length
+    covered = [file.segments[i] for i in file.covered(checksum)]
+    if stop > checksum.offset or sum(map(segment_length, covered)) != stop - start:
+        raise ValueError(f"a checksum of {file.path} covers parts of segments or itself: bytes {start} to {stop}")
+
+
+def _require_paths(files: Sequence[PlannedFile]) -> None:
+    """Every output file has a name of its own that stays inside the destination."""
+    taken: set[str] = set()
+    for file in files:
+        parts = file.path.split("/")
+        if "\0" in file.path or any(p in ("", ".", "..") for p in parts):
+            raise ConversionError(f"an output file would leave the destination: {file.path}")
+        if file.path in taken:
+            raise ConversionError(f"two output files have the same name: {file.path}")
+        taken.add(file.path)
+    for file in files:
+        for directory in _parents(file.path):
+            if directory in taken:
+                raise ConversionError(f"an output file has the name of a directory: {directory}")
+
+
+def _parents(path: str) -> list[str]:
+    parts = path.split("/")
+    return ["/".join(parts[:i]) for i in range(1, len(parts))]
+
+
+def _plan_tensors(
+    files: Sequence[PlannedFile], tensor_of: Mapping[str, TensorEntry], casts: Mapping[str, DType]
+) -> dict[str, PlannedTensor]:
+    """Every tensor with its slots, each element in one of them and each slot as long as its box."""
+    places: dict[str, list[PlacedSlot]] = {name: [] for name in tensor_of}
+    for i, file in enumerate(files):
+        for j, segment in enumerate(file.segments):
+            if isinstance(segment, Slot):
+                if segment.tensor not in places:
+                    raise ValueError(f"{file.path} has a slot for a tensor that was not selected: {segment.tensor}")
+                places[segment.tensor].append(PlacedSlot(i, j, segment))
+    tensors: dict[str, PlannedTensor] = {}
+    for name, slots in places.items():
+        source = tensor_of[name]
+        dtype = casts.get(name, source.spec.dtype)
+        if dtype != source.spec.dtype:
+            require_castable(name, source.spec.dtype, dtype)
+        tensors[name] = PlannedTensor(name, source, dtype, tuple(slots))
+        _require_slots(tensors[name])
+    return tensors
+
+
+def _require_slots(tensor: PlannedTensor) -> None:
+    slots = [placed.slot for placed in tensor.slots]
+    for slot in slots:
+        if slot.length != tensor.dtype.length_bytes(slot.box.volume):
+            raise ValueError(f"a slot of {tensor.name} has {slot.length} bytes for {slot.box.volume} of {tensor.dtype}")
+    if not slots or not cover(tensor.source.spec.shape, [slot.box for slot in slots]).is_exact:
+        raise ValueError(f"the slots of {tensor.name} do not tile its shape {list(tensor.source.spec.shape)}")
+    if len(slots) > 1 and tensor.dtype.is_sub_byte:
+        raise ConversionError(f"a {tensor.dtype} tensor cannot be cut: {tensor.name}")
+
+
+def _source_files(
+    checkpoint: Checkpoint, files: Sequence[PlannedFile], tensors: Mapping[str, PlannedTensor], listing: Listing | None
+) -> tuple[SourceFile, ...]:
+    """The source files that are drawn on; lengths and times of the listing where there is one."""
+    paths = {p.extent.file for t in tensors.values() for p in t.source.pieces}
+    paths |= {s.source_file for f in files for s in f.segments if isinstance(s, Carry)}
+    lengths = {f.path: f.length_bytes for f in checkpoint.files}
+    found = []
+    for path in sorted(paths):
+        listed = listing.files.get(path) if listing is not None else None
+        if listed is not None:
+            found.append(SourceFile(path, listed.length_bytes, listed.modified_s))
+        else:
+            found.append(SourceFile(path, lengths.get(path, -1)))
+    return tuple(found)
+
+
+def _identity(plan: Plan) -> Iterator[str]:
+    """Lines that say all that decides what is written."""
+    yield repr(plan.source)
+    for source in plan.source_files:
+        yield repr((source.path, source.length_bytes, source.modified_s))
+    for tensor in plan.tensors.values():
+        spec = tensor.source.spec
+        yield repr((tensor.name, spec.name, spec.dtype.name, spec.shape, tensor.dtype.name))
+        for piece in tensor.source.pieces:
+            yield f"{piece.box.offsets}{piece.box.sizes}{_extent_identity(piece.extent)}"
+    for file in plan.files:
+        yield repr((file.path, file.length_bytes, file.is_commit_record))
+        for segment in file.segments:
+            if isinstance(segment, Literal):
+                yield f"{segment.offset} {hashlib.sha256(segment.data).hexdigest()}"
+            elif isinstance(segment, Slot):
+                yield f"{segment.offset} {segment.length} {segment.box.offsets}{segment.box.sizes}{segment.tensor!r}"
+            else:
+                yield repr(segment)
+
+
+def _extent_identity(extent: Extent) -> str:
+    plain = f"{extent.offset} {extent.length} {extent.file!r}"
+    return plain if extent.strides is None and extent.encoding is None and not extent.transforms else repr(extent)
+
+
+def _draws(plan: Plan) -> list[dict[str, int]]:
+    """Per output file: source file -> bytes of it that go there."""
+    drawn: list[dict[str, int]] = [{} for _ in plan.files]
+    for i, file in enumerate(plan.files):
+        for segment in file.segments:
+            if isinstance(segment, Carry):
+                drawn[i][segment.source_file] = drawn[i].get(segment.source_file, 0) + segment.length
+    for tensor in plan.tensors.values():
+        pieces = tensor.source.pieces
+        index = BoxIndex([p.box for p in pieces])
+        for placed in tensor.slots:
+            sources = drawn[placed.file]
+            for k, shared in index.overlapping(placed.slot.box):
+                file_name = pieces[k].extent.file
+                sources[file_name] = sources.get(file_name, 0) + tensor.source.spec.dtype.length_bytes(shared.volume)
+    return drawn

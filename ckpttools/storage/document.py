@@ -1,0 +1,52 @@
+"""Writes one small document (a seal, a hash list, a pointer) whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from ckpttools.errors import DestinationError
+from ckpttools.storage.source import filesystem, is_url, storage_error
+
+
+def write_document(location: str, data: bytes, *, is_overwriting: bool = False) -> None:
+    """Put `data` at a location: built beside it, on disk before it gets its name. Mode as the umask says.
+
+    Raises: DestinationError: when something is there and may not be replaced. StorageError: when it cannot be written.
+    """
+    if is_url(location):
+        _put_object(location, data, is_overwriting=is_overwriting)
+        return
+    if os.path.isdir(location) or (os.path.lexists(location) and not is_overwriting):
+        raise DestinationError("a file is there already", where=location, hints=["pass --overwrite to replace it"])
+    partial = f"{location}.{os.getpid()}.partial"
+    try:
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            with open(fd, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(fd)
+            os.replace(partial, location)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(partial)
+            raise
+        directory = os.open(os.path.dirname(location) or ".", os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError as e:
+        raise storage_error(e, location) from e
+
+
+def _put_object(location: str, data: bytes, *, is_overwriting: bool) -> None:
+    """An object store shows an object when it is whole."""
+    fs, path = filesystem(location)
+    try:
+        if not is_overwriting and fs.exists(path):
+            raise DestinationError("an object is there already", where=location, hints=["pass --overwrite to replace it"])
+        fs.pipe_file(path, data)
+    except (OSError, ValueError) as e:
+        raise storage_error(e, location) from e
