@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttools.dtypes import DType
 from ckpttools.errors import ConversionError, FindingsError
 from ckpttools.findings import Finding
-from ckpttools.geometry import BoxIndex, is_row_major, row_major_strides, span_elements, tiles
+from ckpttools.geometry import BoxIndex, is_row_major, is_tiled, row_major_strides, span_elements, tiles
 from ckpttools.model import Box, Encoding, Extent, Piece, TensorEntry
 from ckpttools.storage.decoding import DecodedStream
 from ckpttools.storage.source import Source
@@ -69,8 +69,8 @@ class Gather:
         for tile in tiles(box, max(1, tile_bytes // item_bytes)):
             hits = [(entry.pieces[i], shared) for i, shared in index.overlapping(tile)]
             held = sum(shared.volume for _, shared in hits)
-            if held != tile.volume:
-                raise _uncovered(entry, tile, held)
+            if held != tile.volume or (len(hits) > 1 and not is_tiled(tile, [shared for _, shared in hits])):
+                raise _not_tiled(entry, tile, held)
             yield self._read_tile(entry.spec.dtype, tile, hits)
 
     def _read_tile(self, dtype: DType, tile: Box, hits: list[tuple[Piece, Box]]) -> memoryview:
@@ -124,6 +124,8 @@ class Gather:
 
     def _whole_bytes(self, entry: TensorEntry, box: Box | None) -> Iterator[memoryview]:
         """The bytes of a tensor whose elements are not whole bytes; it can only be read as it was stored."""
+        if not entry.pieces and entry.spec.volume:
+            raise _not_tiled(entry, entry.spec.box, 0)
         piece = entry.pieces[0] if len(entry.pieces) == 1 else None
         if piece is None or piece.extent.strides or piece.extent.transforms or box not in (None, entry.spec.box):
             raise ConversionError(f"a {entry.spec.dtype} tensor cannot be cut: {entry.name}")
@@ -196,6 +198,8 @@ def _transform(part: Array, dtype: DType, transform: str) -> None:
     components = part[..., None].view(f"u{width}")  # complex numbers as (..., 2)
     if transform == "byteswap":
         components.byteswap(inplace=True)
+    elif transform == "neg" and dtype.kind in ("int", "uint"):
+        np.negative(components, out=components)
     elif transform in ("conj", "neg"):
         chosen = components[..., 1::2] if transform == "conj" else components
         chosen ^= np.array(1 << (8 * width - 1), components.dtype)
@@ -203,7 +207,7 @@ def _transform(part: Array, dtype: DType, transform: str) -> None:
         raise ValueError(f"unknown transform: {transform}")
 
 
-def _uncovered(entry: TensorEntry, tile: Box, held: int) -> FindingsError:
+def _not_tiled(entry: TensorEntry, tile: Box, held: int) -> FindingsError:
     finding = Finding(
         "uncovered" if held < tile.volume else "pieces-overlap",
         f"{entry.name} at {list(tile.offsets)}",

@@ -181,6 +181,14 @@ def cover(shape: Sequence[int], boxes: Sequence[Box]) -> Cover:
     return Cover(tuple(sorted(outside)), overlaps, missing, None if hole is None else _grown(hole, whole, held))
 
 
+def is_tiled(whole: Box, boxes: Sequence[Box]) -> bool:
+    """Whether boxes inside `whole` hold each of its elements exactly once; a hole and an overlap do not cancel. Pure."""
+    if _is_grid(whole, boxes):
+        return True
+    held = [b for b in boxes if b.volume]
+    return sum(b.volume for b in held) == whole.volume and next(_overlaps(list(enumerate(held))), None) is None
+
+
 def _is_grid(whole: Box, boxes: Sequence[Box]) -> bool:
     """Whether the boxes are every cell of a grid over `whole`, as shards of a mesh are; most tensors, so told in one pass."""
     edges = [sorted({b.offsets[axis] for b in boxes} | {whole.stops[axis]}) for axis in range(len(whole.sizes))]
@@ -189,7 +197,7 @@ def _is_grid(whole: Box, boxes: Sequence[Box]) -> bool:
     stop_after = [dict(pairwise(e)) for e in edges]
     return (
         len({b.offsets for b in boxes}) == len(boxes)
-        and all(e[0] == 0 for e in edges)
+        and all(e[0] == start for e, start in zip(edges, whole.offsets, strict=True))
         and all(stop_after[axis].get(b.offsets[axis]) == b.stops[axis] for b in boxes for axis in range(len(edges)))
     )
 
