@@ -201,6 +201,8 @@ class ShardIndex:
     """Bytes of all tensors as stated; a few old writers count a bool as 1/8 byte and state fractions."""
     metadata: Mapping[str, object] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
+    refused: frozenset[str] = frozenset()
+    """Tensors whose reference is none; the findings say why."""
     is_parsed: bool = True
     """False when it is no index at all: not JSON, or without a weight map."""
 
@@ -250,7 +252,8 @@ def parse_index(data: bytes, file: str) -> ShardIndex:
     metadata: dict[str, object] = stated if isinstance(stated, dict) else {}
     total = metadata.get("total_size")
     total_size = total if isinstance(total, (int, float)) and not isinstance(total, bool) else None
-    return ShardIndex(file, weight_map, total_size, metadata, tuple(findings))
+    refused = frozenset(value["weight_map"]).difference(weight_map)
+    return ShardIndex(file, weight_map, total_size, metadata, tuple(findings), refused)
 
 
 def check_references(index: ShardIndex, listing: Listing, candidates: Iterable[str]) -> list[Finding]:
@@ -295,7 +298,7 @@ def check_index(
     findings += [
         Finding("not-in-index", f"{shown(tensor)} in {file}", f"an entry in {index.file}", "none")
         for tensor, file in holders.items()
-        if tensor not in index.weight_map
+        if tensor not in index.weight_map and tensor not in index.refused
     ]
     return findings + _check_total(index, total_bytes)
 

@@ -20,7 +20,7 @@ from itertools import islice
 from ckpttools.containers.jsons import JsonError, parse_json, shown
 from ckpttools.containers.safetensors_file import SafetensorsEntry, SafetensorsHeader
 from ckpttools.containers.safetensors_set import SafetensorsSet, piece_of, read_headers, read_set
-from ckpttools.containers.shard_index import RankShard, parse_rank_shard, shard_sets
+from ckpttools.containers.shard_index import RankShard, parse_rank_shard, parse_shard_name, shard_sets
 from ckpttools.findings import Finding
 from ckpttools.geometry import contains, cover
 from ckpttools.layouts.base import Contents, Part, Peek
@@ -53,34 +53,23 @@ class DcpHf:
 
     def read(self, source: Source, listing: Listing, part: Part) -> Contents:
         """The tensors: those of the consolidated set with the shards as replicas, or those that the shards make up."""
-        inside = [f for f in part.files if parse_rank_shard(f) and f.rpartition("/")[0] == part.directory]
-        shards = [s for s in map(parse_rank_shard, inside) if s is not None]
-        others = [f for f in part.files if f not in inside and f != part.manifest]
+        shards = [s for s in map(parse_rank_shard, part.files) if s is not None and _directory(s.path) == part.directory]
+        inside = [s.path for s in shards]
+        stray = [f for f in part.files if parse_rank_shard(f) and f not in inside]
+        whole = [n for n in map(parse_shard_name, part.files) if n is not None and n.path not in (*inside, *stray)]
         boxes = _read_boxes(source, listing, shards)
-        if part.manifest:
-            whole = read_set(source, listing, [f for f in others if not parse_rank_shard(f)], index_file=part.manifest)
-            return _with_replicas(whole, boxes, _file_entries(listing, inside, others), part.directory)
-        findings = list(boxes.findings)
-        commit = Commit(not boxes.missing, boxes.missing[0] if boxes.missing else "")
-        if others:
-            expected = "the index, which the consolidation writes last"
-            found = f"{len(others)} files beside {_DIRECTORY}/ and no index; the shards are read instead"
-            remedy = f"name {_DIRECTORY}/ to use the shards alone, or consolidate them again"
-            findings.append(Finding("not-committed", _INDEX, expected, found, remedy))
-            commit = Commit(False, _INDEX)
-        tensors, disagreements = boxes.as_tensors()
-        found = f"boxes from {len({s.rank for s in shards})} ranks; shapes are taken to end where the last of them ends"
-        findings += [
-            *disagreements,
-            Finding("completeness-unproved", shards[-1].path, "global shapes and the number of ranks", found),
-        ]
-        return Contents(
-            tensors=tensors,
-            files=_file_entries(listing, inside, others),
-            findings=tuple(findings),
-            written_by=boxes.written_by,
-            commit=commit,
-        )
+        if stray:
+            expected = "one set of shards"
+            boxes.findings.append(Finding("duplicate-weights", stray[0], expected, f"{len(stray)} more beside {_DIRECTORY}/"))
+        if part.manifest or any(n.count is None for n in whole):
+            consolidated = read_set(source, listing, [n.path for n in whole], index_file=part.manifest)
+            contents = _with_replicas(consolidated, boxes, part.directory)
+        else:
+            contents = _of_shards(boxes, shards, [n.path for n in whole])
+        files = {f.path: f for f in contents.files}
+        files |= {f: FileEntry(f, listing.length_bytes(f), "data") for f in inside}
+        rest = [FileEntry(f, listing.length_bytes(f), "unreferenced") for f in part.files if f not in files]
+        return replace(contents, files=tuple(sorted((*files.values(), *rest), key=lambda f: f.path)))
 
 
 LAYOUT = DcpHf()
@@ -109,10 +98,11 @@ class _Boxes:
     """Files that must have been there."""
     written_by: str = ""
 
-    def as_tensors(self) -> tuple[tuple[TensorEntry, ...], list[Finding]]:
+    def as_tensors(self, names: Iterable[str]) -> tuple[tuple[TensorEntry, ...], list[Finding]]:
         """The tensors that the boxes make up, as large as the boxes reach, and where ranks disagree about one."""
         tensors, findings = [], []
-        for name, held in self.held.items():
+        for name in names:
+            held = self.held[name]
             agreeing = [h for h in held if _is_alike(h.entry, held[0].entry)]
             findings += [_disagreement(name, h, held[0].entry) for h in held if h not in agreeing]
             shape = tuple(max(stops) for stops in zip(*(h.box.stops for h in agreeing), strict=True))
@@ -184,12 +174,13 @@ def _parse_info(header: SafetensorsHeader, findings: list[Finding]) -> dict[str,
     result = {}
     for entry in header.entries:
         told = info.get(entry.name)
-        offsets = told.get("saved_offsets") if isinstance(told, dict) else None
-        if _is_offsets(offsets, entry.shape):
-            result[entry.name] = tuple(offsets)
+        stored = told.get("saved_offsets") if isinstance(told, dict) else None
+        offsets = _offsets_in(stored, entry.shape)
+        if offsets is not None:
+            result[entry.name] = offsets
         else:
             expected = f"saved_offsets: {len(entry.shape)} non-negative integers"
-            found = "none" if offsets is None else shown(repr(offsets))
+            found = "none" if stored is None else shown(repr(stored))
             findings.append(Finding("bad-header", f"{shown(entry.name)} in {where}", expected, found))
     known = {entry.name for entry in header.entries}
     if not header.findings:
@@ -201,16 +192,20 @@ def _parse_info(header: SafetensorsHeader, findings: list[Finding]) -> dict[str,
     return result
 
 
-def _is_offsets(offsets: object, shape: Sequence[int]) -> bool:
-    return (
-        isinstance(offsets, list)
-        and len(offsets) == len(shape)
-        and all(type(o) is int and 0 <= o <= _MAX_COUNT - size for o, size in zip(offsets, shape, strict=True))
-    )
+def _offsets_in(stored: object, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """One count per dimension, such that the box ends before 2^63; None for everything else."""
+    if not isinstance(stored, list) or len(stored) != len(shape):
+        return None
+    is_sound = all(type(o) is int and 0 <= o <= _MAX_COUNT - size for o, size in zip(stored, shape, strict=True))
+    return tuple(stored) if is_sound else None
+
+
+def _directory(path: str) -> str:
+    return path.rpartition("/")[0]
 
 
 def _sibling(shard: RankShard, rank: int, model: int) -> str:
-    directory = shard.path.rpartition("/")[0]
+    directory = _directory(shard.path)
     name = f"shard-{rank + 1:05d}-model-{model:05d}-of-{shard.count:05d}.safetensors"
     return f"{directory}/{name}" if directory else name
 
@@ -277,43 +272,47 @@ def _sharding_groups(held: Mapping[str, Sequence[_Held]]) -> dict[int, int]:
     return {rank: root(rank) for rank in list(parent)}
 
 
-def _with_replicas(whole: SafetensorsSet, boxes: _Boxes, shard_files: tuple[FileEntry, ...], directory: str) -> Contents:
+def _of_shards(boxes: _Boxes, shards: Sequence[RankShard], unfinished: Sequence[str]) -> Contents:
+    """The tensors that the shards make up; `unfinished` are files that a consolidation left without an index."""
+    tensors, findings = boxes.as_tensors(boxes.held)
+    commit = Commit(not boxes.missing, boxes.missing[0] if boxes.missing else "")
+    if unfinished:
+        expected = "the index, which the consolidation writes last"
+        found = f"{len(unfinished)} files beside {_DIRECTORY}/ and no index; the shards are read instead"
+        remedy = f"name {_DIRECTORY}/ to use the shards alone, or consolidate them again"
+        findings.append(Finding("not-committed", _INDEX, expected, found, remedy))
+        commit = Commit(False, _INDEX)
+    found = f"boxes from {len({s.rank for s in shards})} ranks; shapes are taken to end where the last of them ends"
+    findings.append(Finding("completeness-unproved", shards[-1].path, "global shapes and the number of ranks", found))
+    return Contents(tensors, findings=(*boxes.findings, *findings), written_by=boxes.written_by, commit=commit)
+
+
+def _with_replicas(whole: SafetensorsSet, boxes: _Boxes, directory: str) -> Contents:
     """The consolidated tensors, each with the shards' boxes of it as replicas; and what only the shards have."""
     findings = [*whole.findings, *boxes.findings]
-    known = {t.name for t in whole.tensors}
     tensors, partial = [], []
     for tensor in whole.tensors:
-        fitting = []
-        for held in boxes.held.get(tensor.name, ()):
-            problem = _misfit(held, tensor.spec)
-            findings += [problem] if problem else []
-            fitting += [held] if problem is None and held.entry.is_readable else []
-        if not cover(tensor.spec.shape, [h.box for h in fitting]).missing == 0:
+        held = boxes.held.get(tensor.name, [])
+        problems = [_misfit(one, tensor.spec) for one in held]
+        findings += [problem for problem in problems if problem is not None]
+        copies = tuple(h.piece for h, problem in zip(held, problems, strict=True) if problem is None and h.entry.is_readable)
+        if cover(tensor.spec.shape, [piece.box for piece in copies]).missing:
             partial.append(tensor.name)
-        tensors.append(replace(tensor, replicas=tuple(h.piece for h in fitting)))
+        tensors.append(replace(tensor, replicas=copies))
     if partial:
-        expected = f"shards that hold every element of all {len(tensors)} tensors"
+        expected = f"shards that hold every element of all {len(whole.tensors)} tensors"
         found = f"parts only of {len(partial)}, such as `{shown(partial[0])}`"
         remedy = "compare with another copy: where a shard was missing, the consolidation has written zeros"
         findings.append(Finding("uncovered", f"{directory}/", expected, found, remedy))
-    extra, disagreements = boxes.as_tensors()
-    for tensor in extra:
-        if tensor.name not in known:
-            remedy = f"consolidate the shards in {directory}/ again"
-            expected = "a consolidated tensor"
-            findings.append(Finding("not-in-index", f"{shown(tensor.name)} in {directory}/", expected, "only shards", remedy))
-            tensors.append(tensor)
-    commit = whole.commit
-    if commit.is_committed and boxes.missing:
-        commit = Commit(False, boxes.missing[0])
+    known = {t.name for t in whole.tensors}
+    extra, disagreements = boxes.as_tensors([name for name in boxes.held if name not in known])
+    remedy = f"consolidate the shards in {directory}/ again"
+    findings += disagreements
+    findings += [
+        Finding("not-in-index", f"{shown(t.name)} in {directory}/", "a consolidated tensor", "shards only", remedy) for t in extra
+    ]
     return Contents(
-        tensors=tuple(tensors),
-        files=tuple(
-            sorted((*whole.files, *(f for f in shard_files if f.path not in {w.path for w in whole.files})), key=lambda f: f.path)
-        ),
-        findings=tuple(findings + disagreements),
-        written_by=boxes.written_by or whole.written_by,
-        commit=commit,
+        (*tensors, *extra), files=whole.files, findings=tuple(findings), written_by=boxes.written_by, commit=whole.commit
     )
 
 
@@ -327,8 +326,3 @@ def _misfit(held: _Held, spec: TensorSpec) -> Finding | None:
         found = f"offsets {list(held.box.offsets)}, sizes {list(held.box.sizes)}"
         return Finding("piece-out-of-bounds", where, f"a box inside {list(spec.shape)}, as consolidated", found)
     return None
-
-
-def _file_entries(listing: Listing, shards: Iterable[str], others: Iterable[str]) -> tuple[FileEntry, ...]:
-    roles = {**dict.fromkeys(others, "unreferenced"), **dict.fromkeys(shards, "data")}
-    return tuple(FileEntry(path, listing.length_bytes(path), role) for path, role in sorted(roles.items()))
