@@ -14,7 +14,9 @@ from math import prod
 from ckpttools.dtypes import DType
 from ckpttools.findings import Finding
 
-Path = tuple["str | int | float | bool | bytes | tuple[object, ...] | None", ...]
+PathKey = str | int | float | bool | bytes | tuple[object, ...] | None
+"""A key on the way to an entry: of a dict, or the place in a list."""
+Path = tuple[PathKey, ...]
 """The typed keys that lead to an entry: `("optimizer", "state", 0, "exp_avg")`; 0 is not "0"."""
 
 

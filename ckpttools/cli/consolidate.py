@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -65,9 +65,13 @@ def command(
     format_: str | None,
     max_shard_size: int,
     single_file: bool,
+    dtype: DType | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
     rename: tuple[str, ...],
     strip_prefix: tuple[str, ...],
     weights_only: bool | None,
+    expand_tied: bool,
     allow_findings: tuple[str, ...],
     dry_run: bool,
     overwrite: bool,
@@ -77,7 +81,6 @@ def command(
     memory: int,
     quiet: bool,
     verbose: bool,
-    **choice: Any,
 ) -> ExitCode:
     """Turn a checkpoint of any layout into portable files: safetensors (shards with an index) or one torch file.
 
@@ -86,29 +89,24 @@ def command(
     and tokenizer files beside the source come along. An interrupted run goes on where it stopped when called again.
     """
     from ckpttools.operations.convert import consolidate
-    from ckpttools.operations.select import Renaming
+    from ckpttools.operations.select import Choice, Renaming
 
+    choice = Choice(include, exclude, weights_only, Renaming.parse(strip_prefix, rename), expand_tied)
     location = take_snapshot(src)
-    renaming = Renaming.parse(strip_prefix, rename)
     with render.late_progress("writing", is_quiet=quiet, is_verbose=verbose) as (report, set_total):
         conversion = consolidate(
             location,
             dst,
+            choice=choice,
             format=format_,
-            max_shard_bytes=max_shard_size,
-            is_single_file=single_file,
-            dtype=choice["dtype"],
-            include=choice["include"],
-            exclude=choice["exclude"],
-            renaming=renaming,
-            is_weights_only=weights_only,
-            is_expanding_tied=choice["expand_tied"],
+            max_shard_bytes=None if single_file else max_shard_size,
+            dtype=dtype,
             allowed_findings=allow_findings,
-            jobs=jobs,
-            memory_bytes=memory,
             is_dry_run=dry_run,
             is_overwriting=overwrite,
             is_verifying=not no_verify,
+            jobs=jobs,
+            memory_bytes=memory,
             progress=report,
             on_plan=lambda plan: set_total(plan.bytes_written),
         )

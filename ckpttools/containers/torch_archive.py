@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from ckpttools.errors import ConversionError
 from ckpttools.geometry import row_major_strides
-from ckpttools.model import ArrangedFile, ChecksumSlot, Literal, Path, Slot, TensorSpec, render_path
+from ckpttools.model import ArrangedFile, ChecksumSlot, Literal, Path, PathKey, Slot, TensorSpec, render_path
 from ckpttools.pickles.records import Global, Object, Persistent
 from ckpttools.pickles.writer import write_pickle
 
@@ -152,12 +152,12 @@ def nest(entries: Sequence[tuple[Path, object]], sequences: Mapping[Path, str], 
     """
     if len(entries) == 1 and not entries[0][0]:
         return entries[0][1]
-    groups: dict[object, list[tuple[Path, object]]] = {}
+    groups: dict[PathKey, list[tuple[Path, object]]] = {}
     for path, value in entries:
         if not path:
             raise ConversionError(f"`{render_path(at)}` is an entry, and others lie below it")
         groups.setdefault(path[0], []).append((path[1:], value))
-    built = {key: nest(below, sequences, (*at, key)) for key, below in groups.items()}  # type: ignore[arg-type]
+    built = {key: nest(below, sequences, (*at, key)) for key, below in groups.items()}
     kind = sequences.get(at)
     if kind and sorted(map(repr, built)) == sorted(map(repr, range(len(built)))):
         items = [built[i] for i in range(len(built))]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ckpttools.model import Path
+from ckpttools.model import Path, PathKey
 from ckpttools.pickles.records import Global, Object, Persistent
 from ckpttools.pickles.views import attributes, mapping_items, sequence_items
 
@@ -93,7 +93,7 @@ def _branches(record: object, holds: _TensorSearch) -> list[tuple[Path, object]]
     return [((_key(k),), v) for k, v in members.items()]
 
 
-def _key(key: object) -> str | int | float | bool | bytes | tuple[object, ...] | None:
+def _key(key: object) -> PathKey:
     """A dict key as a path has it; records (dtypes and the like) by their name."""
     if key is None or isinstance(key, (str, int, float, bytes)):
         return key

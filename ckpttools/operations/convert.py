@@ -21,13 +21,12 @@ from ckpttools.findings import Finding
 from ckpttools.layouts import SEAL_NAME, Snapshot, open_snapshot, safetensors, torch
 from ckpttools.layouts.families import MODEL
 from ckpttools.model import ArrangedFile, Arrangement, FileEntry, Path, TensorSpec
-from ckpttools.operations.select import Renaming, Selection, select
-from ckpttools.operations.validate import digest_file
+from ckpttools.operations.select import Choice, Selection, select
 from ckpttools.plan import Plan
 from ckpttools.seal import Seal, SealedFile, SealedPiece, render_seal
 from ckpttools.storage.target import open_target
 
-FORMATS = ("safetensors", "torch")
+DEFAULT_SHARD_BYTES = 5_000_000_000
 _FILE_SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
 _COMPANIONS = re.compile(
     r"(huggingface/)?((generation_|adapter_|preprocessor_|processor_|tokenizer_|video_preprocessor_)?config\.json|params\.json"
@@ -43,32 +42,31 @@ class Conversion:
 
     plan: Plan
     selection: Selection
+    arrangement: Arrangement
     destination: str
     is_file: bool
     casts: Mapping[str, CastCounts] = field(default_factory=dict)
-    executed: Executed | None = None
+    """What each cast could not keep, by output name."""
     seal: Seal | None = None
+    """None for a dry run."""
+    resumed_bytes: int = 0
+    """Bytes that an earlier, interrupted run had written."""
 
 
 def consolidate(
     location: str,
     destination: str,
     *,
+    choice: Choice | None = None,
     format: str | None = None,
-    max_shard_bytes: int = 5_000_000_000,
-    is_single_file: bool = False,
+    max_shard_bytes: int | None = DEFAULT_SHARD_BYTES,
     dtype: DType | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    renaming: Renaming | None = None,
-    is_weights_only: bool | None = None,
-    is_expanding_tied: bool = False,
     allowed_findings: Sequence[str] = (),
-    jobs: int = 1,
-    memory_bytes: int = 256 << 20,
     is_dry_run: bool = False,
     is_overwriting: bool = False,
     is_verifying: bool = True,
+    jobs: int = 1,
+    memory_bytes: int = 256 << 20,
     progress: Callable[[int], None] | None = None,
     on_plan: Callable[[Plan], None] | None = None,
 ) -> Conversion:
@@ -76,8 +74,9 @@ def consolidate(
 
     Args:
         destination: a directory, or a file when its suffix says so (`.safetensors`, `.pt`, ...).
+        choice: which tensors, under which names; the model's for safetensors and everything for torch unless given.
         format: `safetensors` or `torch`; by the destination's suffix unless given.
-        is_weights_only: take the model's tensors alone; the default for safetensors, not for torch.
+        max_shard_bytes: start another safetensors file beyond it; None for one file whatever its size.
         dtype: cast floating-point tensors to it.
         allowed_findings: codes of errors in the source to go on in spite of.
 
@@ -87,40 +86,46 @@ def consolidate(
     format, is_file = _target_kind(destination, format)
     snapshot = open_snapshot(location, is_located=True)
     _require_whole(snapshot, allowed_findings)
-    weights_only = format == "safetensors" if is_weights_only is None else is_weights_only
-    selection = select(
-        snapshot.checkpoint,
-        include=include,
-        exclude=exclude,
-        is_weights_only=weights_only,
-        renaming=renaming,
-        is_expanding_tied=is_expanding_tied,
-    )
+    selection = select(snapshot.checkpoint, choice or Choice(), is_weights_only_by_default=format == "safetensors")
     specs = [_output_spec(name, entry.spec, dtype) for name, entry in selection.tensors.items()]
-    name = destination.rstrip("/").rpartition("/")[2]
+    file_name = destination.rstrip("/").rpartition("/")[2] if is_file else ""
     if format == "torch":
-        arrangement = _arrange_torch(snapshot, selection, specs, name if is_file else "model.pt")
+        arrangement = _arrange_torch(snapshot, selection, specs, file_name or "model.pt")
     else:
-        limit = None if is_single_file or is_file else max_shard_bytes
-        metadata = {dropped: kept for dropped, kept in selection.aliases.items() if dropped not in ("format",)}
-        arrangement = safetensors.arrange(
-            specs, max_shard_bytes=limit, metadata=metadata, single_file_name=name if is_file else "model.safetensors"
-        )
-    casts = {s.name: s.dtype for s in specs if s.dtype != selection.tensors[s.name].spec.dtype}
+        arrangement = _arrange_safetensors(selection, specs, None if is_file else max_shard_bytes, file_name)
     plan = plans.make(
         snapshot.checkpoint,
         arrangement,
         tensor_of=selection.tensors,
-        casts=casts,
+        casts={s.name: s.dtype for s in specs if s.dtype != selection.tensors[s.name].spec.dtype},
         companions=() if is_file else _companions(snapshot),
         listing=snapshot.listing,
     )
-    conversion = Conversion(plan, selection, destination, is_file)
+    conversion = Conversion(plan, selection, arrangement, destination, is_file)
     if on_plan is not None:
         on_plan(plan)
     if is_dry_run:
         return conversion
-    return _execute(conversion, snapshot, arrangement, jobs, memory_bytes, is_overwriting, is_verifying, progress)
+    sealed: list[Seal] = []
+
+    def finish(executed: Executed) -> dict[str, bytes]:
+        sealed.append(_seal(conversion, snapshot, executed))
+        return {f"{file_name}.{SEAL_NAME}" if is_file else SEAL_NAME: render_seal(sealed[0])}
+
+    executed = run(
+        plan,
+        snapshot.source,
+        open_target(destination, is_file=is_file),
+        jobs=jobs,
+        memory_bytes=memory_bytes,
+        progress=progress,
+        overwrite=is_overwriting,
+        verify=is_verifying,
+        finish=finish,
+    )
+    _require_readable(conversion)
+    casts = {t.spec.name: t.counts for t in executed.tensors if t.counts is not None}
+    return replace(conversion, seal=sealed[0], casts=casts, resumed_bytes=executed.resumed_bytes)
 
 
 def _target_kind(destination: str, format: str | None) -> tuple[str, bool]:
@@ -148,6 +153,16 @@ def _output_spec(name: str, spec: TensorSpec, dtype: DType | None) -> TensorSpec
         return replace(spec, name=name)
     require_castable(name, spec.dtype, dtype)
     return replace(spec, name=name, dtype=dtype)
+
+
+def _arrange_safetensors(
+    selection: Selection, specs: Sequence[TensorSpec], max_shard_bytes: int | None, file_name: str
+) -> Arrangement:
+    """Shards and an index, or one file; the header says which name stands for which, as the official writer does."""
+    aliases = {name: kept for name, kept in selection.aliases.items() if name != "format"}
+    return safetensors.arrange(
+        specs, max_shard_bytes=max_shard_bytes, metadata=aliases, single_file_name=file_name or "model.safetensors"
+    )
 
 
 def _arrange_torch(snapshot: Snapshot, selection: Selection, specs: Sequence[TensorSpec], file_name: str) -> Arrangement:
@@ -187,66 +202,24 @@ def _companions(snapshot: Snapshot) -> list[FileEntry]:
     return [f for f in snapshot.checkpoint.files if f.role == "companion" and _COMPANIONS.fullmatch(f.path)]
 
 
-def _execute(
-    conversion: Conversion,
-    snapshot: Snapshot,
-    arrangement: Arrangement,
-    jobs: int,
-    memory_bytes: int,
-    is_overwriting: bool,
-    is_verifying: bool,
-    progress: Callable[[int], None] | None,
-) -> Conversion:
-    sealed: list[Seal] = []
-
-    def finish(executed: Executed) -> dict[str, bytes]:
-        sealed.append(_seal(conversion, snapshot, arrangement, executed))
-        name = conversion.destination.rstrip("/").rpartition("/")[2]
-        return {f"{name}.{SEAL_NAME}" if conversion.is_file else SEAL_NAME: render_seal(sealed[0])}
-
-    executed = run(
-        conversion.plan,
-        snapshot.source,
-        open_target(conversion.destination, is_file=conversion.is_file),
-        jobs=jobs,
-        memory_bytes=memory_bytes,
-        progress=progress,
-        overwrite=is_overwriting,
-        verify=is_verifying,
-        finish=finish,
-    )
-    _require_readable(conversion)
-    return replace(conversion, executed=executed, seal=sealed[0], casts=executed.casts)
-
-
-def _seal(conversion: Conversion, snapshot: Snapshot, arrangement: Arrangement, executed: Executed) -> Seal:
+def _seal(conversion: Conversion, snapshot: Snapshot, executed: Executed) -> Seal:
     """The seal of what was written: digests as they were computed on the way, so nothing is read again."""
-    specs = {name: (t.dtype, t.source.spec.shape) for name, t in conversion.plan.tensors.items()}
-    tensors = tuple(
-        TensorDigest(name, dtype.name, shape, executed.written_digests[name]) for name, (dtype, shape) in specs.items()
-    )
-    pieces: dict[str, tuple[SealedPiece, ...]] = {}
-    files = conversion.plan.files
-    for name, planned in conversion.plan.tensors.items():
-        pieces[name] = tuple(
-            SealedPiece(files[p.file].path, p.slot.offset, p.slot.length, p.slot.box, executed.written_digests[name])
-            for p in planned.slots
-        )
-    sealed_files = [SealedFile(f.path, f.length_bytes, _literal_digest(f)) for f in arrangement.files]
-    carried = {f.path for f in files} - {f.path for f in arrangement.files}
-    sealed_files += [
-        SealedFile(f.path, f.length_bytes, digest_file(snapshot.source, f.path, f.length_bytes, "blake3"))
-        for f in files
-        if f.path in carried
-    ]
+    tensors = tuple(TensorDigest.of(t.spec, t.digest) for t in executed.tensors)
+    pieces = {
+        t.spec.name: tuple(SealedPiece(s.file, s.offset, s.length, s.box, s.digest) for s in t.slots) for t in executed.tensors
+    }
+    files = [SealedFile(f.path, f.length_bytes, _literal_digest(f)) for f in conversion.arrangement.files]
+    files += [SealedFile(c.file, c.length, c.digest) for c in executed.carries]
     groups: dict[str, list[str]] = {}
     for alias, kept in conversion.selection.aliases.items():
         groups.setdefault(kept, [kept]).append(alias)
-    origin: dict[str, object] = {"layout": snapshot.checkpoint.layout}
-    if executed.casts:
-        origin["casts"] = {n: conversion.plan.tensors[n].dtype.name for n in executed.casts}
     aliases = tuple(tuple(group) for group in groups.values())
-    return Seal("blake3", tensors, pieces, tuple(sealed_files), arrangement.layout, snapshot.checkpoint.step, aliases, origin)
+    origin: dict[str, object] = {"layout": snapshot.checkpoint.layout}
+    casts = {t.spec.name: t.spec.dtype.name for t in executed.tensors if t.counts is not None}
+    if casts:
+        origin["casts"] = casts
+    step = snapshot.checkpoint.step
+    return Seal(executed.algorithm, tensors, pieces, tuple(files), conversion.arrangement.layout, step, aliases, origin)
 
 
 def _literal_digest(file: ArrangedFile) -> str:

@@ -58,25 +58,31 @@ class Selection:
     """Names of tensors that were not taken."""
 
 
-def select(
-    checkpoint: Checkpoint,
-    *,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    is_weights_only: bool,
-    renaming: Renaming | None = None,
-    is_expanding_tied: bool = False,
-) -> Selection:
-    """Choose and rename. Globs match the names as `inspect` shows them; `include` reaches into every family. Pure.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which tensors a user asked for, and under which names. Globs match names as `inspect` shows them."""
+
+    include: tuple[str, ...] = ()
+    """Take what matches, of every family; with none, `is_weights_only` decides."""
+    exclude: tuple[str, ...] = ()
+    is_weights_only: bool | None = None
+    """The model's tensors alone, without objects; None for what the target format does by itself."""
+    renaming: Renaming = Renaming()
+    is_expanding_tied: bool = False
+    """Write tied tensors under each of their names."""
+
+
+def select(checkpoint: Checkpoint, choice: Choice, *, is_weights_only_by_default: bool) -> Selection:
+    """Choose and rename. Pure.
 
     Raises: ConversionError: when nothing is left, two tensors get one name, or a chosen one is part of a tensor that is
         not dense.
     """
-    renaming = renaming or Renaming()
+    is_weights_only = is_weights_only_by_default if choice.is_weights_only is None else choice.is_weights_only
     chosen: list[TensorEntry] = []
     left: list[TensorEntry] = []
     for entry in checkpoint.tensors:
-        (chosen if _is_chosen(entry, include, exclude, is_weights_only) else left).append(entry)
+        (chosen if _is_chosen(entry, choice, is_weights_only) else left).append(entry)
     if not chosen:
         hint = "ckpttools inspect --tensors lists them"
         raise ConversionError("no tensor is selected", found=f"{len(left)} tensors", hints=[hint])
@@ -88,20 +94,20 @@ def select(
             found=f"{len(names)} such tensors",
             hints=[" ".join(f"--exclude '{n}*'" for n in names[:4])],
         )
-    kept_of = {} if is_expanding_tied else _tied(checkpoint, {t.name for t in chosen})
+    kept_of = {} if choice.is_expanding_tied else _tied(checkpoint, {t.name for t in chosen})
     tensors: dict[str, TensorEntry] = {}
     aliases: dict[str, str] = {}
     taken: dict[str, str] = {}
     for entry in chosen:
-        name = renaming.apply(entry.name)
+        name = choice.renaming.apply(entry.name)
         if name in taken:
             raise ConversionError(f"two tensors get one name: {name}", found=f"{taken[name]} and {entry.name}")
         taken[name] = entry.name
         if entry.name in kept_of:
-            aliases[name] = renaming.apply(kept_of[entry.name])
+            aliases[name] = choice.renaming.apply(kept_of[entry.name])
         else:
             tensors[name] = entry
-    objects = tuple(o for o in checkpoint.objects if not is_weights_only and not _matches(o.name, exclude))
+    objects = tuple(o for o in checkpoint.objects if not is_weights_only and not _matches(o.name, choice.exclude))
     return Selection(tensors, aliases, objects, tuple(t.name for t in left))
 
 
@@ -109,11 +115,11 @@ def _matches(name: str, globs: Sequence[str]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
-def _is_chosen(entry: TensorEntry, include: Sequence[str], exclude: Sequence[str], is_weights_only: bool) -> bool:
-    if _matches(entry.name, exclude):
+def _is_chosen(entry: TensorEntry, choice: Choice, is_weights_only: bool) -> bool:
+    if _matches(entry.name, choice.exclude):
         return False
-    if include:
-        return _matches(entry.name, include)
+    if choice.include:
+        return _matches(entry.name, choice.include)
     return entry.family == MODEL or not is_weights_only
 
 

@@ -66,45 +66,41 @@ def validate(
     snapshot = open_snapshot(location, is_located=depth != "commit")
     findings = list(snapshot.checkpoint.findings)
     seal = read_seal(snapshot, findings)
-    scanned = Scan()
-    algorithm = seal.algorithm if seal else "blake3"
     other: Side | None = None
+    algorithm = seal.algorithm if seal else "blake3"
     if against is not None:
         other = open_side(against, algorithm=algorithm, jobs=jobs, memory_bytes=memory_bytes)
-    if depth == "full":
-        algorithm = other.algorithm if other and not seal else algorithm
-        scanned = scan(
+        algorithm = algorithm if seal else other.algorithm
+
+    def read_all(algorithm: str, *, is_checking: bool) -> Scan:
+        return scan(
             snapshot.source,
             snapshot.checkpoint,
             algorithm=algorithm,
-            checksums=True,
-            replicas=True,
-            values=finite,
+            checksums=is_checking,
+            replicas=is_checking,
+            values=is_checking and finite,
             jobs=jobs,
             memory_bytes=memory_bytes,
             progress=progress,
         )
-        findings += scanned.findings
+
+    scanned = read_all(algorithm, is_checking=True) if depth == "full" else Scan()
+    findings += scanned.findings
     if seal is not None:
         findings += _check_seal(snapshot, seal, scanned, depth, memory_bytes)
-    if other is not None:
-        mine = _side(snapshot, scanned, algorithm, seal)
-        if other.algorithm != algorithm:  # sealed by one algorithm, compared by another: a second pass
-            again = scan(snapshot.source, snapshot.checkpoint, algorithm=other.algorithm, jobs=jobs, memory_bytes=memory_bytes)
-            mine = _side(snapshot, again, other.algorithm, seal)
-        findings += compare(mine, other, allow_missing=allow_missing)
+    if other is not None:  # sealed by one algorithm and compared by another takes a second pass
+        again = scanned if other.algorithm == algorithm else read_all(other.algorithm, is_checking=False)
+        findings += compare(_side(snapshot, again, other.algorithm, seal), other, allow_missing=allow_missing)
+    return _validation(snapshot.checkpoint, depth, findings, scanned, is_sealed=seal is not None)
+
+
+def _validation(checkpoint: Checkpoint, depth: str, findings: Sequence[Finding], scanned: Scan, *, is_sealed: bool) -> Validation:
+    """The verdict on what was found; each finding once, errors first."""
     order = {ERROR: 0, WARNING: 1}
-    unique = sorted(dict.fromkeys(findings), key=lambda f: order.get(f.severity, 2))
-    return Validation(
-        verdict(unique),
-        depth,
-        snapshot.checkpoint,
-        tuple(unique),
-        len(scanned.digests),
-        scanned.bytes_read,
-        len(snapshot.checkpoint.checksums) if depth == "full" else 0,
-        seal is not None,
-    )
+    unique = tuple(sorted(dict.fromkeys(findings), key=lambda f: order.get(f.severity, 2)))
+    checksums = len(checkpoint.checksums) if depth == "full" else 0
+    return Validation(verdict(unique), depth, checkpoint, unique, len(scanned.digests), scanned.bytes_read, checksums, is_sealed)
 
 
 def verdict(findings: Sequence[Finding]) -> str:

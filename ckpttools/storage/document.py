@@ -22,16 +22,14 @@ def write_document(location: str, data: bytes, *, is_overwriting: bool = False) 
     partial = f"{location}.{os.getpid()}.partial"
     try:
         fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(_remove, partial)
             with open(fd, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(fd)
             os.replace(partial, location)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(partial)
-            raise
+            undo.pop_all()
         directory = os.open(os.path.dirname(location) or ".", os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(directory)
@@ -39,6 +37,11 @@ def write_document(location: str, data: bytes, *, is_overwriting: bool = False) 
             os.close(directory)
     except OSError as e:
         raise storage_error(e, location) from e
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
 
 
 def _put_object(location: str, data: bytes, *, is_overwriting: bool) -> None:
