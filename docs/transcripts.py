@@ -1,7 +1,7 @@
 """Runs the `console` blocks of the documentation and holds what they show to what the commands answer.
 
-A block has lines `$ command`, each followed by what it prints on both streams; a line `...` stands for any number of lines.
-All blocks of a page run in one shell, in an empty directory in which `fixtures/` has copies of the cases that the page
+A block has lines `$ command`, each followed by what it prints on both streams; a line `...` stands for any number of lines, and
+`...` in a line for any text. All blocks of a page run in one shell, in an empty directory in which `fixtures/` has copies of the cases that the page
 names. `python docs/transcripts.py` puts real output in the place of output that is out of date; `--check` only says so.
 Read `run_page` first.
 """
@@ -87,9 +87,13 @@ def run_page(text: str, directory: Path) -> list[Step]:
 
 
 def is_as_shown(shown: Sequence[str], found: Sequence[str]) -> bool:
-    """Whether output is what a page shows, where `...` stands for any number of lines. Pure."""
-    pattern = "".join("(?:.*\n)*?" if line.strip() == _ANY else re.escape(line) + "\n" for line in shown)
+    """Whether output is what a page shows, where a line `...` stands for any number of lines, and `...` in a line for any text. Pure."""
+    pattern = "".join("(?:.*\n)*?" if line.strip() == _ANY else _line_pattern(line) for line in shown)
     return re.fullmatch(pattern, "".join(line + "\n" for line in found)) is not None
+
+
+def _line_pattern(line: str) -> str:
+    return ".*".join(map(re.escape, line.split(_ANY))) + "\n"
 
 
 def differences(text: str) -> list[str]:
