@@ -304,8 +304,12 @@ def rule_no_assert(module: Module) -> Iterator[str]:
 
 
 def rule_no_broad_except(module: Module) -> Iterator[str]:
+    """A handler that cleans up and ends in a bare `raise` swallows nothing, and Ctrl-C needs cleaning up after too."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.ExceptHandler) and module.name not in BROAD_EXCEPT:
+            last = node.body[-1]
+            if isinstance(last, ast.Raise) and last.exc is None:
+                continue
             caught = "" if node.type is None else ast.unparse(node.type)
             if not caught or re.search(r"\b(Base)?Exception\b", caught):
                 yield module.says(node.lineno, f"except {caught or 'anything'}: name what can happen")
@@ -414,6 +418,7 @@ GOOD = [
     (rule_clock_is_read_in_cli, "cli.status", "import time\nnow = time.time()\n"),
     (rule_clock_is_read_in_cli, "storage.source", "import time\ntime.sleep(1)\nmodified = entry.time\n"),
     (rule_names, "plan", "def budget_of():\n    pass\n\n\nclass Corepoint:\n    pass\n"),
+    (rule_no_broad_except, "execute", "try:\n    pass\nexcept BaseException:\n    undo()\n    raise\n"),
     (rule_no_broad_except, "cli", "try:\n    pass\nexcept Exception:\n    pass\n"),
     (rule_type_ignores_say_why, "seal", "x: int = ''  # type: ignore[assignment]  # the stub is wrong\n"),
 ]
