@@ -1,9 +1,9 @@
 """Runs the `console` blocks of the documentation and holds what they show to what the commands answer.
 
-A block has lines `$ command`, each followed by what it prints on both streams; a line `...` stands for any number of lines, and
-`...` in a line for any text. All blocks of a page run in one shell, in an empty directory in which `fixtures/` has copies of the cases that the page
-names. `python docs/transcripts.py` puts real output in the place of output that is out of date; `--check` only says so.
-Read `run_page` first.
+A block has lines `$ command`, each followed by what it prints on both streams; a line `...` stands for any number of lines,
+and `...` in a line for any text. All blocks of a page run in one shell, in an empty directory in which `fixtures/` has
+copies of the cases that the page names. `python docs/transcripts.py` puts real output in the place of output that is out of
+date; `--check` only says so. Read `run_page` first.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def run_page(text: str, directory: Path) -> list[Step]:
 
 
 def is_as_shown(shown: Sequence[str], found: Sequence[str]) -> bool:
-    """Whether output is what a page shows, where a line `...` stands for any number of lines, and `...` in a line for any text. Pure."""
+    """Whether output is what a page shows, given what `...` stands for. Pure."""
     pattern = "".join("(?:.*\n)*?" if line.strip() == _ANY else _line_pattern(line) for line in shown)
     return re.fullmatch(pattern, "".join(line + "\n" for line in found)) is not None
 
