@@ -329,9 +329,10 @@ def stored_form(spec: TensorSpec) -> tuple[str, tuple[int, ...]] | None:
     """(code, shape) of a tensor in a safetensors header; None where the format has no place for it. Pure."""
     if spec.dtype is _PAIRS:
         return ("F4", (*spec.shape[:-1], 2 * spec.shape[-1])) if spec.shape else None
-    code = "F4" if spec.dtype is _UNPAIRED else spec.dtype.safetensors
     is_whole_bytes = spec.dtype.bits * spec.volume % 8 == 0
-    return (code, spec.shape) if code and is_whole_bytes else None
+    if spec.dtype is _UNPAIRED:  # a row of an even number would be read back as pairs
+        return ("F4", spec.shape) if is_whole_bytes and spec.shape and spec.shape[-1] % 2 else None
+    return (spec.dtype.safetensors, spec.shape) if spec.dtype.safetensors and is_whole_bytes else None
 
 
 def canonical_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
