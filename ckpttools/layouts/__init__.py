@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ckpttools.containers import items
+from ckpttools.containers import collector, items
 from ckpttools.errors import NotRecognisedError
 from ckpttools.findings import WARNING, Finding
 from ckpttools.layouts import dcp, dcp_hf, hf_bin, per_rank, safetensors, torch
@@ -59,6 +59,11 @@ def open_snapshot(location: str, *, is_located: bool = False) -> Snapshot:
         NotRecognisedError: when no layout knows what is there, or nothing says which of several files is meant.
         StorageError: when the storage fails.
     """
+    with collector.paused():
+        return _open(location, is_located)
+
+
+def _open(location: str, is_located: bool) -> Snapshot:
     source, file = open_source(location)
     if file and _MANIFEST_NAMES.fullmatch(file):  # a manifest stands for the directory that it describes
         location = location[: -len(file)].rstrip("/") or "."
@@ -73,6 +78,14 @@ def open_snapshot(location: str, *, is_located: bool = False) -> Snapshot:
     if is_located:
         checkpoint = items.locate(source, checkpoint)
     return Snapshot(source, listing, checkpoint, bool(file))
+
+
+def open_checkpoint(location: str) -> Checkpoint:
+    """What the snapshot at a location means, with the exact place of every piece; reads no tensor's values.
+
+    Raises: NotFoundError, NotRecognisedError, StorageError: see `open_snapshot`.
+    """
+    return open_snapshot(location, is_located=True).checkpoint
 
 
 def sniff(source: Source, listing: Listing) -> list[Part]:
@@ -231,4 +244,4 @@ def _not_recognised(location: str, listing: Listing) -> NotRecognisedError:
     )
 
 
-__all__ = ["REGISTRY", "SEAL_NAME", "Snapshot", "open_snapshot", "sniff"]
+__all__ = ["REGISTRY", "SEAL_NAME", "Snapshot", "open_checkpoint", "open_snapshot", "sniff"]

@@ -114,14 +114,17 @@ def _position(place: Extent | StoredChecksum) -> int:
 
 
 def _groups(tensors: Sequence[TensorEntry], checksums: Sequence[StoredChecksum]) -> list[_Group]:
-    """Connected components of tensors and checksummed records, in file order."""
+    """Connected components of tensors and checksummed records, in file order; names of one stored tensor go together."""
     records: dict[_Record, _Records] = defaultdict(lambda: _Records([]))
     for number, checksum in enumerate(checksums):
         records[checksum.file, checksum.encoding].places.append((checksum.offset, checksum.offset + checksum.length, number))
     for places in records.values():
         places.places.sort()
     union = _Union(len(tensors) + len(checksums))
+    first: dict[tuple[Piece, ...], int] = {}
     for i, entry in enumerate(tensors):
+        if entry.pieces:
+            union.join(first.setdefault(entry.pieces, i), i)
         for piece in entry.pieces:
             holding = records[piece.extent.file, piece.extent.encoding].holding(piece.extent) if checksums else None
             if holding is not None:
