@@ -71,10 +71,10 @@ def shown(text: str) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
 
 
-def _bounded_int(text: str) -> int:
+def _bounded_int(text: str) -> int | float:
     if len(text) > _MAX_DIGITS:
         raise JsonError(f"a number of {len(text)} digits")
-    return int(text)
+    return int(text) if text != "-0" else -0.0  # no integer, and no count for other parsers either
 
 
 def _finite_float(text: str) -> float:
