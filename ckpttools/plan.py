@@ -71,6 +71,11 @@ class PlannedFile:
         """Its checksum slots, in order."""
         return (s for s in self.segments if isinstance(s, ChecksumSlot))
 
+    @property
+    def copied(self) -> list[int]:
+        """Positions of the segments whose bytes come from the source."""
+        return [j for j, s in enumerate(self.segments) if isinstance(s, Slot | Carry)]
+
     def covered(self, checksum: ChecksumSlot) -> range:
         """Positions of the segments in the stretch that a checksum covers."""
         start = bisect_left(self.segments, (checksum.covers_offset, 0), key=_place)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckpttools.errors import DestinationError, StorageError
 from ckpttools.storage.source import filesystem
-from ckpttools.storage.target import write_error
+from ckpttools.storage.writing import write_error
 
 _PART_BYTES = 16 << 20
 """One upload request carries this much; a multiple of 256 KiB, as Google's store asks."""
@@ -68,10 +68,13 @@ class UrlTarget:
     def journal_lines(self) -> list[str]:
         """See `Target.journal_lines`."""
         with _store_errors(self._journal):
-            names = sorted(self._fs.find(self._journal)) if self._fs.exists(self._journal) else []
-            lines = [self._fs.cat_file(name).decode("utf-8", "surrogateescape") for name in names]
-        self._records = len(lines)
-        return lines
+            names = self._journal_names()
+            records = [self._fs.cat_file(name).decode("utf-8", "surrogateescape") for name in names]
+        self._records = len(names)
+        return [line for record in records for line in record.splitlines()]
+
+    def _journal_names(self) -> list[str]:
+        return sorted(self._fs.find(self._journal)) if self._fs.exists(self._journal) else []
 
     def start_journal(self, header: str) -> None:
         """See `Target.start_journal`. Refuses where files of another conversion would mix with this one's."""
@@ -80,7 +83,7 @@ class UrlTarget:
                 f"unfinished output of another conversion is there: {self.location}",
                 hints=[f"delete it and {self._journal}, or choose another name"],
             )
-        self._delete_journal()
+        self._delete_journal(keep=0)
         self._records = 0
         self.append_journal(header)
 
@@ -91,6 +94,11 @@ class UrlTarget:
             self._records += 1
         with _store_errors(name):
             self._fs.pipe_file(name, line.encode("utf-8", "surrogateescape"))
+
+    def reset_journal(self) -> None:
+        """See `Target.reset_journal`."""
+        self._delete_journal(keep=1)
+        self._records = 1
 
     def length_bytes(self, path: str) -> int | None:
         """See `Target.length_bytes`."""
@@ -158,17 +166,17 @@ class UrlTarget:
 
     def commit(self) -> None:
         """See `Target.commit`. All is in place already, the commit record last; the journal goes."""
-        self._delete_journal()
+        self._delete_journal(keep=0)
 
     def close(self) -> None:
         """See `Target.close`."""
 
-    def _delete_journal(self) -> None:
+    def _delete_journal(self, keep: int) -> None:
+        """Delete all but the first objects; backwards, since without the header the rest would not be known as a journal."""
         with _store_errors(self._journal):
-            names = sorted(self._fs.find(self._journal)) if self._fs.exists(self._journal) else []
-            for name in reversed(names):  # the header last: without it the rest would not be known as a journal
+            for name in reversed(self._journal_names()[keep:]):
                 self._fs.rm_file(name)
-            if self._fs.exists(self._journal):
+            if keep == 0 and self._fs.exists(self._journal):
                 self._fs.rmdir(self._journal)  # where directories are real
 
     def _key(self, path: str) -> str:

@@ -1,4 +1,4 @@
-"""File descriptors that stay open while they are used; the least recently used ones are closed."""
+"""What targets share: the length of a write, what there is room for, open files, and what a failed write says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,25 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ckpttools.errors import StorageError
+from ckpttools.storage.source import storage_error
+
+WRITE_BYTES = 256 << 10
+"""Longer writes were up to ten times slower: the kernel then looks for large folios and compacts memory for them."""
 _MAX_OPEN_FILES = 128
+_RESUMES = "free space or repair the storage and run the same command again; it goes on where this run stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What the file system of a destination has room for."""
+
+    free_bytes: int
+    free_inodes: int | None
+    """None where the file system does not count them."""
+    used_bytes: int
+    """Bytes that an earlier run's partial output takes already."""
+    where: str
 
 
 @dataclass(slots=True)
@@ -54,3 +72,10 @@ class Handles:
         with self._lock:
             while self._open:
                 os.close(self._open.popitem()[1].fd)
+
+
+def write_error(e: Exception, where: str, offset: int | None = None) -> StorageError:
+    """A failed write, with what to do: whatever it was, the next run goes on."""
+    error = storage_error(e, where, offset)
+    resumes = any("next run" in hint for hint in error.hints)
+    return StorageError(error.message, where=error.where, hints=error.hints if resumes else (*error.hints, _RESUMES))

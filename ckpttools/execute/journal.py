@@ -1,0 +1,138 @@
+"""The journal: what of an output is on disk, so that the next run goes on where this one stopped.
+
+The first line names the plan (its fingerprint), the tool and the digest algorithm; each further one holds the records of
+work whose bytes were flushed to disk before the line was written. A line is a promise about the disk, not about memory:
+after a power cut it is still true.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import astuple
+
+from ckpttools import __version__
+from ckpttools.cast import CastCounts
+from ckpttools.execute.records import Records, SegmentRecord, TensorRecord
+from ckpttools.plan import Plan
+from ckpttools.storage.target import Target
+
+_FORMAT = 1
+_MIN_BATCH_BYTES = 256 << 20
+_BATCHES = 64
+"""Flushing every file that was touched has a cost per file, so a run is cut into this many batches at most."""
+
+
+def resume(plan: Plan, target: Target, algorithm: str) -> Records:
+    """What an earlier run of the same plan has on disk. Work of any other plan is thrown away."""
+    header = json.dumps({"ckpttools-journal": _FORMAT, "version": __version__, "plan": plan.fingerprint, "algorithm": algorithm})
+    lines = target.journal_lines()
+    records = Records()
+    if not lines or lines[0] != header:
+        target.start_journal(header)
+        return records
+    for line in lines[1:]:
+        try:
+            records.add(_parse(line))
+        except (ValueError, KeyError, TypeError):  # not as we wrote it: what it spoke of is done again
+            continue
+    return _without_files(plan, records, {i for i in records.touched if not _is_whole(plan, target, i)})
+
+
+def _is_whole(plan: Plan, target: Target, i: int) -> bool:
+    """Whether a file still has the length it was made with."""
+    return i < len(plan.files) and target.length_bytes(plan.files[i].path) == plan.files[i].length_bytes
+
+
+def _without_files(plan: Plan, records: Records, lost: set[int]) -> Records:
+    """Records without those of files that are gone, and of tensors that have a slot in one of them."""
+    if not lost:
+        return records
+    broken = {name for name, t in plan.tensors.items() if any(placed.file in lost for placed in t.slots)}
+    places = {(placed.file, placed.segment) for name in broken for placed in plan.tensors[name].slots}
+    return Records(
+        {place: r for place, r in records.segments.items() if place[0] not in lost and place not in places},
+        {name: r for name, r in records.tensors.items() if name not in broken},
+        records.files - lost - {i for i, _ in places},
+    )
+
+
+class Journal:
+    """Takes the records of finished work from all threads, and writes them when the bytes are on disk.
+
+    Flushing goes on in a thread of its own beside the copying: the disk is busy from the first batch on, instead of
+    having all to do at the end.
+    """
+
+    def __init__(self, plan: Plan, target: Target, records: Records, sync: Callable[[str], None] | None = None) -> None:
+        self._plan = plan
+        self._target = target
+        self._sync = sync
+        self._batch_bytes = max(_MIN_BATCH_BYTES, plan.bytes_written // _BATCHES) if sync else 0
+        self._lock = threading.Lock()
+        self._pending: list[Records] = []
+        self._pending_bytes = 0
+        self._flusher = ThreadPoolExecutor(1, "ckpttools-flush")
+        self._flushing: Future[None] | None = None
+        self.records = records
+        """All that is known so far, on disk or not yet."""
+
+    def add(self, records: Records, length_bytes: int) -> None:
+        """Take the records of finished work that wrote so many bytes. Raises StorageError when flushing failed."""
+        with self._lock:
+            self.records.add(records)
+            self._pending.append(records)
+            self._pending_bytes += length_bytes
+            if self._pending_bytes < self._batch_bytes or (self._flushing is not None and not self._flushing.done()):
+                return
+            failed = self._flushing
+            self._flushing = self._flusher.submit(self._write, self._take())
+        if failed is not None:
+            failed.result()
+
+    def flush(self) -> None:
+        """Return when all records are written. Raises StorageError when the disk could not take them."""
+        with self._lock:
+            if self._flushing is not None:
+                self._flushing.result()
+                self._flushing = None
+            self._write(self._take())
+
+    def _take(self) -> list[Records]:
+        batch, self._pending, self._pending_bytes = self._pending, [], 0
+        return batch
+
+    def _write(self, batch: list[Records]) -> None:
+        if not batch:
+            return
+        if self._sync is not None:
+            for i in sorted(set().union(*(records.touched for records in batch))):
+                self._sync(self._plan.files[i].path)
+        self._target.append_journal("\n".join(map(_render, batch)))
+
+
+def _render(records: Records) -> str:
+    return json.dumps(
+        {
+            "segments": [[i, j, r.digest, r.crc] for (i, j), r in records.segments.items()],
+            "tensors": [
+                [name, r.source_digest, r.digest, astuple(r.counts) if r.counts else None] for name, r in records.tensors.items()
+            ],
+            "files": sorted(records.files),
+        },
+        separators=(",", ":"),
+    )
+
+
+def _parse(line: str) -> Records:
+    content = json.loads(line)
+    return Records(
+        {(i, j): SegmentRecord(digest, crc) for i, j, digest, crc in content["segments"]},
+        {
+            name: TensorRecord(source_digest, digest, CastCounts(*counts) if counts is not None else None)
+            for name, source_digest, digest, counts in content["tensors"]
+        },
+        set(content["files"]),
+    )
