@@ -91,6 +91,10 @@ class LockedError(CkpttoolsError):
     exit_code = ExitCode.LOCKED
 
 
+class RefusedError(CkpttoolsError):
+    """A safety rule forbids what was asked, and nothing was touched: a plan that keeps nothing, a clock that is wrong."""
+
+
 class ConversionError(CkpttoolsError):
     """A conversion cannot be done as asked: a dtype the target lacks, names that collide, nothing selected."""
 
