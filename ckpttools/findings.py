@@ -65,6 +65,12 @@ TABLE: tuple[Code, ...] = (
     Code(
         "special-file", ERROR, "a name that should be a regular file is a device, pipe or socket", "replace it by the file itself"
     ),
+    Code(
+        "missing-index",
+        WARNING,
+        "all shards are there and no index says which tensor is in which, so loaders will not find them",
+        "write the index, or consolidate the shards",
+    ),
     Code("unreadable-file", ERROR, "the storage could not read a file", "check permissions and the health of the storage"),
     # containers
     Code("bad-container", ERROR, "a file does not parse as what its name or manifest says it is", _GOOD_COPY),
@@ -143,7 +149,7 @@ TABLE: tuple[Code, ...] = (
         "amplification",
         ERROR,
         "a view that expands to far more bytes than are stored",
-        "pass --allow-amplification if you trust the file",
+        "save it expanded (`tensor.contiguous()`) if it is meant",
     ),
     Code("partial-placement", ERROR, "ranks hold unreduced partial sums of a tensor", "reduce it before saving"),
     Code(

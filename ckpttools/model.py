@@ -227,8 +227,8 @@ class Checkpoint:
     aliases: tuple[tuple[str, ...], ...] = ()
     """Groups of tensors that are one stored tensor under several names."""
     checksums: tuple[StoredChecksum, ...] = ()
-    trees: Mapping[str, object] = field(default_factory=dict)
-    """Per pickled file that holds one nested value: the value as read, tensors in place, for writing it again."""
+    trees: Mapping[Path, object] = field(default_factory=dict)
+    """Nested values as pickles held them, tensors in place, by the keys that lead to them: what is a list and what a dict."""
 
     @cached_property
     def by_name(self) -> dict[str, TensorEntry]:

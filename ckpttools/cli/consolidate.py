@@ -22,6 +22,13 @@ _EPILOG = options.examples(
     "ckpttools consolidate checkpoint/step-1000 exported/ --max-shard-size 2GB --dry-run",
 )
 
+_LOSSES = {
+    "overflowed": "values became infinite",
+    "saturated": "values became the largest finite one",
+    "infinities_lost": "infinities became NaN",
+    "nans_changed": "NaNs changed their payload or sign",
+}
+
 
 def _dtype(_ctx: click.Context, _param: click.Parameter, value: str | None) -> DType | None:
     try:
@@ -134,14 +141,15 @@ def _write_plan(conversion: Conversion) -> None:
 
 def _write_summary(conversion: Conversion) -> None:
     for name, counts in conversion.casts.items():
-        if counts.overflowed or counts.nans_changed:
-            lost = f"{counts.overflowed} values overflowed, {counts.nans_changed} NaNs changed"
-            render.write_data(f"warning: cast of {name}: {lost}")
+        lost = [f"{getattr(counts, field)} {text}" for field, text in _LOSSES.items() if getattr(counts, field)]
+        if lost:
+            render.write_data(f"warning: cast of {name}: {', '.join(lost)}")
     for alias, kept in conversion.selection.aliases.items():
         render.write_data(f"tied: {alias} is {kept}, written once")
     plan, seal = conversion.plan, conversion.seal
-    counts_text = f"{len(plan.tensors)} tensors, {render_bytes_short(plan.bytes_written)} in {len(plan.files)} files"
-    left = f"; {len(conversion.selection.left)} tensors of other families left" if conversion.selection.left else ""
+    tensors, files = render.count(len(plan.tensors), "tensor"), render.count(len(plan.files), "file")
+    counts_text = f"{tensors}, {render_bytes_short(plan.bytes_written)} in {files}"
+    left = f"; {render.count(len(conversion.selection.left), 'tensor')} not taken" if conversion.selection.left else ""
     render.write_data(f"wrote {conversion.destination}: {counts_text}{left}")
     if seal is not None:
         render.write_data(f"{seal.fingerprint}  fingerprint")

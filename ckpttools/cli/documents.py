@@ -114,20 +114,16 @@ def validate(result: Validation) -> dict[str, Any]:
 
 def conversion(result: Conversion) -> dict[str, Any]:
     """`ckpttools/consolidate/1`: what was written, or with --dry-run what would be."""
-    plan = result.plan
     document: dict[str, Any] = {
         "schema": "ckpttools/consolidate/1",
         "destination": result.destination,
         "is_written": result.seal is not None,
         "fingerprint": result.seal.fingerprint if result.seal else None,
-        "bytes_read": plan.bytes_read,
-        "bytes_written": plan.bytes_written,
         "aliases": result.selection.aliases,
         "left": list(result.selection.left),
-        "casts": {
-            name: {"dtype": plan.tensors[name].dtype.name, **{f.name: getattr(counts, f.name) for f in fields(counts)}}
-            for name, counts in result.casts.items()
-        },
     }
-    document |= plan.describe()
+    document |= result.plan.describe()
+    for cast in document["casts"]:
+        counts = result.casts.get(cast["tensor"])
+        cast["lost"] = {f.name: getattr(counts, f.name) for f in fields(counts)} if counts is not None else None
     return document

@@ -47,6 +47,11 @@ def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> Iterat
         yield "  ".join(cells).rstrip()
 
 
+def count(number: int, noun: str) -> str:
+    """`1 file`, `2 files`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def finding_lines(finding: Finding) -> Iterator[str]:
     """A finding for people, by the message template."""
     yield f"{finding.severity}: {finding.code}: {finding.where}"

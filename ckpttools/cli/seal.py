@@ -31,12 +31,19 @@ def command(
     The seal is the only thing that is ever written into a snapshot. A snapshot with anything wrong is not sealed. The
     seal of a single file is written beside it.
     """
-    from ckpttools.operations.sealing import make_seal, write_seal
+    from ckpttools.operations import sealing
 
     location = take_snapshot(path)
     with render.progress("sealing", snapshot_bytes(location), is_quiet=quiet, is_verbose=verbose) as report:
-        snapshot, seal = make_seal(location, algorithm=algorithm, jobs=jobs, memory_bytes=memory, progress=report)
-    written = write_seal(snapshot, seal, output=output, is_overwriting=overwrite)
+        written, seal = sealing.seal(
+            location,
+            output=output,
+            is_overwriting=overwrite,
+            algorithm=algorithm,
+            jobs=jobs,
+            memory_bytes=memory,
+            progress=report,
+        )
     if not quiet:
         render.write_data(f"{seal.fingerprint}  {written}")
     return ExitCode.OK

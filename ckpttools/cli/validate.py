@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import click
 
 from ckpttools.cli import documents, options, render
@@ -76,21 +78,32 @@ def command(
     if is_json:
         render.write_json(documents.validate(result))
     elif not (quiet and result.verdict == "ok"):
-        render.write_findings(f for f in result.findings if verbose or f.severity != "note" or result.verdict != "ok")
+        render.write_findings(f for f in result.findings if verbose or f.severity != "note")
+        for line in [] if verbose else _one_sided(result):
+            render.write_data(line)
         render.write_data(_summary(result))
     return _EXIT_CODES[result.verdict]
+
+
+def _one_sided(result: Validation) -> Iterator[str]:
+    """What --allow-missing let pass, in a line per side."""
+    for code, side in (("missing-tensor", "only in the other"), ("extra-tensor", "only in this one")):
+        names = [f.where for f in result.findings if f.code == code and f.severity == "note"]
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            yield f"note: {render.count(len(names), 'tensor')} {side}: {', '.join(names[:3])}{more}"
 
 
 def _summary(result: Validation) -> str:
     """One line that says what was looked at, so that ok is never taken for more than it is."""
     checkpoint = result.checkpoint
-    looked = f"{len(checkpoint.tensors)} tensors in {len(checkpoint.files)} files"
+    looked = f"{render.count(len(checkpoint.tensors), 'tensor')} in {render.count(len(checkpoint.files), 'file')}"
     if result.depth == "full":
         proofs = [f"{result.checksums} checksums"] if result.checksums else ["no checksums in this format"]
         proofs += ["seal"] if result.is_sealed else []
         looked = f"{looked}, {render_bytes_short(result.bytes_read)} read ({', '.join(proofs)})"
     errors = sum(f.is_error for f in result.findings)
-    notes = len(result.findings) - errors
-    counts = [f"{errors} error{'s' if errors != 1 else ''}"] if errors else []
-    counts += [f"{notes} note{'s' if notes != 1 else ''}"] if notes else []
+    remarks = len(result.findings) - errors
+    counts = [render.count(errors, "error")] if errors else []
+    counts += [render.count(remarks, "remark")] if remarks else []
     return f"{result.verdict}: {checkpoint.path}: {result.depth}: {looked}" + (f"; {', '.join(counts)}" if counts else "")

@@ -12,12 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from ckpttools.containers.region import Region
+from ckpttools.containers.torch_entries import RankFile, read_object
 from ckpttools.containers.torch_extents import locate_tensor
 from ckpttools.containers.torch_file import TorchFile, read_torch_file
 from ckpttools.containers.torch_values import MalformedError, read_tensor
+from ckpttools.containers.trees import persistent_ids
 from ckpttools.errors import MissingExtraError, StorageError
 from ckpttools.findings import Finding
-from ckpttools.model import Checkpoint, Extent, ObjectEntry, Piece, StoredChecksum, TensorEntry
+from ckpttools.model import Checkpoint, Extent, Piece, StoredChecksum, TensorEntry
 from ckpttools.pickles.views import kind_of
 from ckpttools.storage.source import Source, is_url
 
@@ -30,7 +32,7 @@ class _Opened:
     """What opening the items of one file brought to light."""
 
     extents: dict[Extent, Extent] = field(default_factory=dict)
-    records: dict[Extent, object] = field(default_factory=dict)
+    records: dict[Extent, RankFile] = field(default_factory=dict)
     checksums: list[StoredChecksum] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
@@ -54,13 +56,13 @@ def locate(source: Source, checkpoint: Checkpoint) -> Checkpoint:
         parts = list(pool.map(lambda file: _open_items(source, wanted[file]), sorted(wanted)))
     extents = {k: v for part in parts for k, v in part.extents.items()}
     records = {k: v for part in parts for k, v in part.records.items()}
-    return replace(
+    located = replace(
         checkpoint,
         tensors=tuple(_with_extents(t, extents) for t in checkpoint.tensors),
-        objects=tuple(_with_record(o, records) for o in checkpoint.objects),
         checksums=(*checkpoint.checksums, *(c for part in parts for c in part.checksums)),
         findings=(*checkpoint.findings, *(f for part in parts for f in part.findings)),
     )
+    return _with_records(located, records)
 
 
 def _open_items(source: Source, items: Sequence[tuple[Extent, str, TensorEntry | None, Piece | None]]) -> _Opened:
@@ -83,7 +85,7 @@ def _open_items(source: Source, items: Sequence[tuple[Extent, str, TensorEntry |
         opened.findings += [replace(f, where=f"{name}: {f.where}") for f in file.findings]
         opened.checksums += [replace(c, label=f"{name}: {c.label}") for c in file.checksums]
         if entry is None or piece is None:
-            opened.records[extent] = file.value
+            opened.records[extent] = RankFile(extent.file, 0, region, file)
         else:
             _open_tensor(opened, region, file, extent, entry, piece)
     return opened
@@ -127,8 +129,22 @@ def _with_extents(entry: TensorEntry, extents: dict[Extent, Extent]) -> TensorEn
     return replace(entry, pieces=exact(entry.pieces), replicas=exact(entry.replicas))
 
 
-def _with_record(obj: ObjectEntry, records: dict[Extent, object]) -> ObjectEntry:
-    if obj.extent is None or obj.extent not in records:
-        return obj
-    record = records[obj.extent]
-    return replace(obj, record=record, kind=kind_of(record))
+def _with_records(checkpoint: Checkpoint, records: dict[Extent, RankFile]) -> Checkpoint:
+    """The checkpoint with the values of its objects; an object that holds tensors gives way to what is in it."""
+    tensors, objects, trees = list(checkpoint.tensors), [], dict(checkpoint.trees)
+    findings = list(checkpoint.findings)
+    for obj in checkpoint.objects:
+        file = records.get(obj.extent) if obj.extent is not None else None
+        if file is None:
+            objects.append(obj)
+        elif next(persistent_ids(file.torch.value), None) is None:
+            objects.append(replace(obj, record=file.torch.value, kind=kind_of(file.torch.value)))
+        else:
+            inner = read_object(file, obj.path)
+            tensors += [replace(t, family=obj.family) for t in inner.tensors]
+            objects += [replace(o, family=obj.family) for o in inner.objects]
+            trees |= inner.trees
+            findings += inner.findings
+    return replace(
+        checkpoint, tensors=tuple(tensors), objects=tuple(objects), trees=trees, findings=tuple(dict.fromkeys(findings))
+    )

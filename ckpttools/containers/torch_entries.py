@@ -62,7 +62,7 @@ class Entries:
     objects: list[ObjectEntry] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     checksums: list[StoredChecksum] = field(default_factory=list)
-    trees: dict[str, object] = field(default_factory=dict)
+    trees: dict[Path, object] = field(default_factory=dict)
     mesh: Mesh = field(default_factory=Mesh)
     ranks: int = 1
     """How many ranks the sharded tensors are spread over, as the files state it."""
@@ -99,9 +99,15 @@ def read_entries(files: Sequence[RankFile], *, is_rank_local: bool = False) -> E
     for file in files:
         reader.entries.findings += file.torch.findings
         reader.entries.checksums += file.torch.checksums
-        reader.entries.trees[file.path] = file.torch.value
         if file.torch.value is not None:
             reader.take(file)
+    return reader.result()
+
+
+def read_object(file: RankFile, path: Path) -> Entries:
+    """The entries of an object that holds tensors, stored in a torch file of its own, under the path that leads to it."""
+    reader = _Reader(is_rank_local=False)
+    reader.take(file, path)
     return reader.result()
 
 
@@ -114,9 +120,11 @@ class _Reader:
         self._tensors: dict[tuple[object, ...], _Gathered] = {}
         self._objects: dict[tuple[object, ...], ObjectEntry] = {}
 
-    def take(self, file: RankFile) -> None:
+    def take(self, file: RankFile, prefix: Path = ()) -> None:
         """Add the leaves of one file."""
-        prefix: Path = (f"rank_{file.rank}",) if self._is_rank_local else ()
+        if self._is_rank_local:
+            prefix = (*prefix, f"rank_{file.rank}")
+        self.entries.trees.setdefault(prefix, file.torch.value)
         try:
             for leaf in leaves(file.torch.value):
                 self._take_leaf(file, (*prefix, *leaf.path), leaf.record)

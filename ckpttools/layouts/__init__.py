@@ -143,7 +143,7 @@ def _put_together(source: Source, listing: Listing, parts: Sequence[Part], locat
         findings=tuple(findings),
         aliases=find_aliases(tensors),
         checksums=tuple(x for c in contents for x in c.checksums),
-        trees={k: v for c in contents for k, v in c.trees.items()},
+        trees={path: tree for c in contents for path, tree in c.trees.items()},
     )
 
 
@@ -164,7 +164,8 @@ def _under_family(contents: Contents, family: str) -> Contents:
     prefix: Path = () if paths and all(p[:1] == (family,) for p in paths) else (family,)
     tensors = [_named_tensor(t, (*prefix, *t.path), family) for t in contents.tensors]
     objects = [replace(o, name=render_path((*prefix, *o.path)), path=(*prefix, *o.path), family=family) for o in contents.objects]
-    return replace(contents, tensors=tuple(tensors), objects=tuple(objects))
+    trees = {(*prefix, *path): tree for path, tree in contents.trees.items()}
+    return replace(contents, tensors=tuple(tensors), objects=tuple(objects), trees=trees)
 
 
 def _paths(contents: Contents) -> list[Path]:

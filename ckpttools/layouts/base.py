@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ckpttools.findings import Finding
-from ckpttools.model import Commit, FileEntry, Mesh, ObjectEntry, StoredChecksum, TensorEntry
+from ckpttools.model import Commit, FileEntry, Mesh, ObjectEntry, Path, StoredChecksum, TensorEntry
 from ckpttools.storage.source import Listing, Source
 
 Peek = Callable[[str], bytes]
@@ -47,8 +47,8 @@ class Contents:
     written_by: str = ""
     commit: Commit = field(default_factory=lambda: Commit(True))
     checksums: tuple[StoredChecksum, ...] = ()
-    trees: Mapping[str, object] = field(default_factory=dict)
-    """Per pickled file its nested value, tensors in place (see `Checkpoint.trees`)."""
+    trees: Mapping[Path, object] = field(default_factory=dict)
+    """Nested values by the keys that lead to them (see `Checkpoint.trees`)."""
 
 
 class Layout(Protocol):

@@ -37,6 +37,8 @@ _OTHER_KEYS = {
     ),
     **dict.fromkeys(("scaler", "grad_scaler", "amp"), "scaler"),
 }
+_FLAT_KEYS = frozenset({"optim", "optimizer", "optimizers", "lr_scheduler", "lr_schedulers"})
+"""First words of flat names (`optimizer.state.w.step`) that are surely no model's; `scaler.` may be a module."""
 RANK_LOCAL = frozenset({RNG_STATE, EXTRA_STATE})
 """Families in which every rank has a state of its own."""
 
@@ -55,19 +57,29 @@ def families_of_keys(paths: Iterable[Path]) -> dict[object, str]:
     """The family of each top-level key of one nested value. Pure.
 
     Where a key is a model's (`model`, `state_dict`, ...) with more below it, the other keys are not the model's; else
-    all that is not told to be something else is.
+    all that is not told to be something else is. Optimizers flattened into the top level are told by `param_groups`.
     """
     below: dict[object, bool] = {}
     for path in paths:
         if path:
             below[path[0]] = below.get(path[0], False) or len(path) > 1
     has_model_key = any(key in _MODEL_KEYS and is_branch for key, is_branch in below.items() if isinstance(key, str))
-    families: dict[object, str] = {}
-    for key, is_branch in below.items():
-        if isinstance(key, str) and key in _OTHER_KEYS and is_branch:
-            families[key] = _OTHER_KEYS[key]
-        elif has_model_key and not (isinstance(key, str) and key in _MODEL_KEYS):
-            families[key] = EXTRA_STATE
-        else:
-            families[key] = MODEL
-    return families
+    has_optimizer_keys = {"state", "param_groups"} <= {_first_word(key) for key in below}
+    return {key: _family_of_key(key, is_branch, has_model_key, has_optimizer_keys) for key, is_branch in below.items()}
+
+
+def _first_word(key: object) -> str:
+    return key.partition(".")[0] if isinstance(key, str) else ""
+
+
+def _family_of_key(key: object, is_branch: bool, has_model_key: bool, has_optimizer_keys: bool) -> str:
+    word = _first_word(key)
+    if has_optimizer_keys and word in ("state", "param_groups"):
+        return OPTIMIZER
+    if is_branch and key in _OTHER_KEYS:
+        return _OTHER_KEYS[str(key)]
+    if word != key and word in _FLAT_KEYS:
+        return _OTHER_KEYS[word]
+    if has_model_key and not (isinstance(key, str) and key in _MODEL_KEYS):
+        return EXTRA_STATE
+    return MODEL

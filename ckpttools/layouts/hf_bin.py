@@ -19,7 +19,7 @@ from ckpttools.containers.shard_index import (
     shard_sets,
 )
 from ckpttools.containers.torch_entries import Entries, open_rank_file, read_entries
-from ckpttools.findings import WARNING, Finding
+from ckpttools.findings import Finding
 from ckpttools.layouts.base import Contents, Part, Peek
 from ckpttools.layouts.checks import find_aliases
 from ckpttools.layouts.families import MODEL
@@ -54,7 +54,7 @@ class HfBin:
             findings += [*index.findings, *check_references(index, listing, [f.path for f in shards.files])]
         else:
             expected = "`pytorch_model.bin.index.json`, without which loaders do not find the shards"
-            findings.append(Finding("missing-file", shards.files[0].path, expected, "no index", severity=WARNING))
+            findings.append(Finding("missing-index", shards.files[0].path, expected, "none"))
             findings += check_numbers(shards)
         names = index.files if index and index.is_parsed else tuple(f.path for f in shards.files)
         opened = {p: read_entries([open_rank_file(source, p, listing.length_bytes(p))]) for p in names if p in listing}
@@ -70,7 +70,7 @@ class HfBin:
             files=tuple(files),
             findings=tuple(findings),
             written_by="save_pretrained",
-            commit=Commit(True, shards.index),
+            commit=Commit(not any(f.code == "missing-file" for f in findings), shards.index),
             checksums=tuple(c for entries in opened.values() for c in entries.checksums),
         )
 

@@ -31,7 +31,7 @@ from ckpttools.containers.shard_index import (
     shard_sets,
 )
 from ckpttools.errors import ConversionError
-from ckpttools.findings import WARNING, Finding
+from ckpttools.findings import Finding
 from ckpttools.layouts.base import Contents, Part, Peek
 from ckpttools.model import ArrangedFile, Arrangement, Commit, Literal, Slot, TensorSpec
 from ckpttools.storage.source import Listing, Source
@@ -168,7 +168,9 @@ class Safetensors:
         """The tensors of a part, each whole in one stretch of one file."""
         names = [parse_shard_name(f) or ShardName(f, f) for f in part.files if f != part.manifest]
         copies = [n.path for n in names if part.family != "model" and (n.variant or n.stem == "consolidated")]
-        if part.manifest:
+        if listing.is_one_file:  # one shard by itself: what the others hold was not asked for
+            found = read_set(source, listing, [n.path for n in names], family=part.family)
+        elif part.manifest:
             found = read_set(source, listing, [n.path for n in names], index_file=part.manifest, family=part.family)
             unnamed = {f.path for f in found.files if f.role == "unreferenced"}
             # transformers loads a lone model.safetensors rather than what the index beside it names
@@ -245,10 +247,8 @@ def _no_index(name: ShardName) -> Finding:
     """The index is written last; but the numbers say that all shards are there, and their headers prove them whole."""
     variant = f".{name.variant}" if name.variant else ""
     return Finding(
-        "not-committed",
+        "missing-index",
         f"{name.stem}{_SUFFIX}.index{variant}.json",
         "an index beside the shards",
         f"none; the numbers in the names say that all {name.count} shards are there",
-        remedy="write the index; loaders need it",
-        severity=WARNING,
     )

@@ -47,7 +47,15 @@ def open_side(location: str, *, algorithm: str, jobs: int, memory_bytes: int) ->
     errors = [f for f in snapshot.checkpoint.findings if f.is_error]
     if errors:
         raise FindingsError(f"cannot compare with a damaged snapshot: {location}", errors)
-    scanned = scan(snapshot.source, snapshot.checkpoint, algorithm=algorithm, jobs=jobs, memory_bytes=memory_bytes)
+    scanned = scan(
+        snapshot.source,
+        snapshot.checkpoint,
+        algorithm=algorithm,
+        checksums=True,
+        replicas=True,
+        jobs=jobs,
+        memory_bytes=memory_bytes,
+    )
     if scanned.findings:
         raise FindingsError(f"cannot compare with a damaged snapshot: {location}", scanned.findings)
     return Side(location, algorithm, tuple(scanned.digests.values()), snapshot.checkpoint.aliases)

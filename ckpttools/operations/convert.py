@@ -19,7 +19,6 @@ from ckpttools.errors import FindingsError, UsageError
 from ckpttools.execute import Executed, run
 from ckpttools.findings import Finding
 from ckpttools.layouts import SEAL_NAME, Snapshot, open_snapshot, safetensors, torch
-from ckpttools.layouts.families import MODEL
 from ckpttools.model import ArrangedFile, Arrangement, FileEntry, Path, TensorSpec
 from ckpttools.operations.select import Choice, Selection, select
 from ckpttools.plan import Plan
@@ -28,6 +27,8 @@ from ckpttools.storage.target import open_target
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 _FILE_SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
+_NEVER_CAST = frozenset({"float8_e8m0fnu", "float4_e2m1fn_x2", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn"})
+"""Scales and packed elements of block formats, whose values mean nothing by themselves."""
 _COMPANIONS = re.compile(
     r"(huggingface/)?((generation_|adapter_|preprocessor_|processor_|tokenizer_|video_preprocessor_)?config\.json|params\.json"
     r"|tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|chat_template.*|.*\.jinja|.*\.model"
@@ -86,34 +87,20 @@ def consolidate(
     format, is_file = _target_kind(destination, format)
     snapshot = open_snapshot(location, is_located=True)
     _require_whole(snapshot, allowed_findings)
-    selection = select(snapshot.checkpoint, choice or Choice(), is_weights_only_by_default=format == "safetensors")
-    specs = [_output_spec(name, entry.spec, dtype) for name, entry in selection.tensors.items()]
-    file_name = destination.rstrip("/").rpartition("/")[2] if is_file else ""
-    if format == "torch":
-        arrangement = _arrange_torch(snapshot, selection, specs, file_name or "model.pt")
-    else:
-        arrangement = _arrange_safetensors(selection, specs, None if is_file else max_shard_bytes, file_name)
-    plan = plans.make(
-        snapshot.checkpoint,
-        arrangement,
-        tensor_of=selection.tensors,
-        casts={s.name: s.dtype for s in specs if s.dtype != selection.tensors[s.name].spec.dtype},
-        companions=() if is_file else _companions(snapshot),
-        listing=snapshot.listing,
-    )
-    conversion = Conversion(plan, selection, arrangement, destination, is_file)
+    conversion = _plan(snapshot, destination, choice or Choice(), format, None if is_file else max_shard_bytes, dtype, is_file)
     if on_plan is not None:
-        on_plan(plan)
+        on_plan(conversion.plan)
     if is_dry_run:
         return conversion
+    name = destination.rstrip("/").rpartition("/")[2]
     sealed: list[Seal] = []
 
     def finish(executed: Executed) -> dict[str, bytes]:
         sealed.append(_seal(conversion, snapshot, executed))
-        return {f"{file_name}.{SEAL_NAME}" if is_file else SEAL_NAME: render_seal(sealed[0])}
+        return {f"{name}.{SEAL_NAME}" if is_file else SEAL_NAME: render_seal(sealed[0])}
 
     executed = run(
-        plan,
+        conversion.plan,
         snapshot.source,
         open_target(destination, is_file=is_file),
         jobs=jobs,
@@ -126,6 +113,34 @@ def consolidate(
     _require_readable(conversion)
     casts = {t.spec.name: t.counts for t in executed.tensors if t.counts is not None}
     return replace(conversion, seal=sealed[0], casts=casts, resumed_bytes=executed.resumed_bytes)
+
+
+def _plan(
+    snapshot: Snapshot,
+    destination: str,
+    choice: Choice,
+    format: str,
+    max_shard_bytes: int | None,
+    dtype: DType | None,
+    is_file: bool,
+) -> Conversion:
+    """What will be written, to the byte."""
+    selection = select(snapshot.checkpoint, choice, is_weights_only_by_default=format == "safetensors")
+    specs = [_output_spec(name, entry.spec, dtype) for name, entry in selection.tensors.items()]
+    file_name = destination.rstrip("/").rpartition("/")[2] if is_file else ""
+    if format == "torch":
+        arrangement = _arrange_torch(snapshot, selection, specs, file_name or "model.pt")
+    else:
+        arrangement = _arrange_safetensors(selection, specs, max_shard_bytes, file_name)
+    plan = plans.make(
+        snapshot.checkpoint,
+        arrangement,
+        tensor_of=selection.tensors,
+        casts={s.name: s.dtype for s in specs if s.dtype != selection.tensors[s.name].spec.dtype},
+        companions=() if is_file else _companions(snapshot),
+        listing=snapshot.listing,
+    )
+    return Conversion(plan, selection, arrangement, destination, is_file)
 
 
 def _target_kind(destination: str, format: str | None) -> tuple[str, bool]:
@@ -149,7 +164,7 @@ def _require_whole(snapshot: Snapshot, allowed: Sequence[str]) -> None:
 
 def _output_spec(name: str, spec: TensorSpec, dtype: DType | None) -> TensorSpec:
     """A tensor as it comes out: under its new name, cast when asked and it is of floating point."""
-    if dtype is None or not spec.dtype.is_floating or spec.dtype == dtype:
+    if dtype is None or not spec.dtype.is_floating or spec.dtype == dtype or spec.dtype.name in _NEVER_CAST:
         return replace(spec, name=name)
     require_castable(name, spec.dtype, dtype)
     return replace(spec, name=name, dtype=dtype)
@@ -185,15 +200,12 @@ def _sequences(snapshot: Snapshot) -> dict[Path, str]:
     """Which branches of the source's nested values are lists and tuples."""
     checkpoint = snapshot.checkpoint
     found: dict[Path, str] = {}
-    if not checkpoint.trees:  # DCP flattens dict keys to text, so an integer is the place in a list
+    if checkpoint.layout == "dcp":  # its planner makes dict keys text, so an integer is the place in a list
         paths = [*(t.path for t in checkpoint.tensors), *(o.path for o in checkpoint.objects)]
         for path in paths:
             found |= {path[:i]: "list" for i, key in enumerate(path) if type(key) is int}
-        return found
-    family_of = {f.path: f.family for f in checkpoint.files}
-    for file, value in checkpoint.trees.items():
-        family = family_of.get(file, MODEL)
-        found |= sequence_branches(value, () if family == MODEL else (family,))
+    for path, value in checkpoint.trees.items():
+        found = {p: kind for p, kind in found.items() if p[: len(path)] != path or not path} | sequence_branches(value, path)
     return found
 
 

@@ -56,6 +56,24 @@ def make_seal(
     return snapshot, seal_of(snapshot, scanned, algorithm)
 
 
+def seal(
+    location: str,
+    *,
+    output: str | None = None,
+    is_overwriting: bool = False,
+    algorithm: str = "blake3",
+    jobs: int = 1,
+    memory_bytes: int = 256 << 20,
+    progress: Progress | None = None,
+) -> tuple[str, Seal]:
+    """Make the seal of the snapshot at a location and write it: (where, the seal).
+
+    Raises: FindingsError: when anything is wrong with the snapshot. DestinationError: when a seal is there already.
+    """
+    snapshot, made = make_seal(location, algorithm=algorithm, jobs=jobs, memory_bytes=memory_bytes, progress=progress)
+    return write_seal(snapshot, made, output=output, is_overwriting=is_overwriting), made
+
+
 def seal_of(snapshot: Snapshot, scanned: Scan, algorithm: str) -> Seal:
     """The seal of a snapshot whose tensors were scanned with digests per piece."""
     checkpoint = snapshot.checkpoint

@@ -39,9 +39,11 @@ class ListedFile:
 class Listing:
     """The files below a root, by relative path."""
 
-    def __init__(self, files: list[ListedFile], *, directories: tuple[str, ...] = ()) -> None:
+    def __init__(self, files: list[ListedFile], *, directories: tuple[str, ...] = (), is_one_file: bool = False) -> None:
         self.files: dict[str, ListedFile] = {f.path: f for f in sorted(files, key=lambda f: f.path)}
         self.directories = directories
+        self.is_one_file = is_one_file
+        """Whether a single file was asked for, whatever lies beside it."""
 
     def __iter__(self) -> Iterator[ListedFile]:
         return iter(self.files.values())
@@ -136,7 +138,7 @@ class LocalSource:
         """One scan; links to files are followed (the Hugging Face cache is made of them), links to directories not."""
         try:
             if self._only:
-                return Listing([_listed(os.path.join(self.location, self._only), self._only)])
+                return Listing([_listed(os.path.join(self.location, self._only), self._only)], is_one_file=True)
             files: list[ListedFile] = []
             directories: list[str] = []
             self._scan("", _MAX_DEPTH, files, directories)
@@ -257,7 +259,7 @@ class UrlSource:
         try:
             if self._only:
                 info = self._fs.info(f"{self._root}/{self._only}")
-                return Listing([ListedFile(self._only, int(info["size"]), _modified_s(info))])
+                return Listing([ListedFile(self._only, int(info["size"]), _modified_s(info))], is_one_file=True)
             found = self._fs.find(self._root, maxdepth=_MAX_DEPTH, detail=True)
         except (OSError, ValueError) as e:
             raise storage_error(e, self.location) from e

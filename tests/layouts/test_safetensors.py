@@ -124,7 +124,7 @@ def test_shards_without_an_index_are_read_with_a_warning(copy_of: Callable[[str]
     (path / "model.safetensors.index.json").unlink()
     _, contents = read_model(path)
     assert [(f.code, f.severity, f.where) for f in contents.findings] == [
-        ("not-committed", "warning", "model.safetensors.index.json")
+        ("missing-index", "warning", "model.safetensors.index.json")
     ]
     assert contents.commit.is_committed
     assert len(contents.tensors) == 20
@@ -170,7 +170,7 @@ def test_the_complete_set_is_the_model_and_the_rest_is_stale(tmp_path: Path) -> 
     save(tmp_path / "model-00002-of-00002.safetensors", "b")
     save(tmp_path / "model-00002-of-00003.safetensors", "a")
     _, contents = read_model(tmp_path)
-    assert codes(contents) == ["unreferenced-file", "not-committed"]
+    assert codes(contents) == ["unreferenced-file", "missing-index"]
     assert [t.name for t in contents.tensors] == ["a", "b"]
 
 

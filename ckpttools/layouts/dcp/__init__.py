@@ -66,7 +66,7 @@ class Dcp:
         data_files = [p for p in part.files if _is_data(p)]
         if not names:
             found = f"{len(data_files)} data files" + (" and `.metadata.tmp`" if prefix + ".metadata.tmp" in listing else "")
-            finding = Finding("not-committed", part.directory or ".", "`.metadata`, which is written last", found)
+            finding = Finding("not-committed", f"{prefix}.metadata", "`.metadata`, which is written last", found)
             files = tuple(FileEntry(p, listing.length_bytes(p), "data", part.family) for p in data_files)
             return Contents(files=files, findings=(finding,), commit=Commit(False, "no .metadata"), written_by="torch DCP")
         reader = _Reader(source, listing, prefix, part.family)
@@ -222,7 +222,7 @@ class _Reader:
         if header is None:
             return extent
         found = next((e for e in header.entries if e.name == name), None)
-        if found is None or (found.dtype, found.shape) != (tensor.dtype, chunk.sizes):
+        if found is None or not found.is_readable or (found.dtype, found.shape) != (tensor.dtype, chunk.sizes):
             stated = f"{found.dtype} {list(found.shape)}" if found else "none of this name"
             expected = f"{tensor.dtype} {list(chunk.sizes)}"
             self._findings.append(Finding("piece-mismatch", f"{name} in {extent.file}", expected, stated))

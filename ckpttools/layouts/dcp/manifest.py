@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ckpttools.containers.torch_file import unsafe_globals
+from ckpttools.containers.torch_values import MAX_DIMENSION
 from ckpttools.dtypes import DType, parse_dtype
 from ckpttools.findings import Finding
 from ckpttools.model import Box, Path
@@ -136,8 +137,11 @@ def _box(chunk: object) -> Box:
 def _size(value: object) -> tuple[int, ...]:
     """A torch.Size: an object whose one argument is the tuple; called for every chunk, so the common case comes first."""
     items = value.args[0] if isinstance(value, Object) and value.args else sequence_items(value)
-    if not isinstance(items, (tuple, list)) or not all(type(n) is int and n >= 0 for n in items):
+    if not isinstance(items, (tuple, list)):
         if isinstance(value, Object) and not value.args:
             return ()
         raise TypeError(f"no size but {value!r:.60}")
+    for n in items:
+        if type(n) is not int or not 0 <= n <= MAX_DIMENSION:
+            raise TypeError(f"no size but {items!r:.60}")
     return tuple(items)
