@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -62,6 +63,16 @@ class TestReadme:
         (command,) = marked_commands(mark)
         assert all(line.endswith("&&") for line in command.strip().splitlines()[:-1])
         assert subprocess.run(["bash", "-n", "-c", command], capture_output=True, check=False).returncode == 0
+
+    def test_commands_print_what_it_shows(self):
+        check = [sys.executable, "docs/transcripts.py", "--check", "README.md"]
+        done = subprocess.run(check, capture_output=True, text=True, cwd=ROOT, check=False)
+        assert done.returncode == 0, f"run `python docs/transcripts.py README.md` and look at what it changed\n{done.stdout}"
+
+    def test_what_it_shows_are_the_commands_to_paste(self):
+        (command,) = marked_commands("try")
+        pasted = [line.removeprefix(".venv/bin/").removesuffix(" &&") for line in command.splitlines() if "/ckpttools " in line]
+        assert pasted == re.findall(r"^\$ (.*)$", README, re.MULTILINE)
 
     def test_tests_are_installed_with_the_pinned_versions(self):
         (command,) = marked_commands("test")
