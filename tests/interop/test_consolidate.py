@@ -93,7 +93,9 @@ def test_transformers_loads_what_was_consolidated(case: Case, ckpttools: Run, tm
     model, info = cls.from_pretrained(tmp_path / "out", dtype=getattr(torch, dtype), output_loading_info=True)
     assert not info["unexpected_keys"]
     assert not info["missing_keys"]
-    original = cls.from_pretrained(case.checkpoint, dtype=getattr(torch, dtype), variant="fp32" if "variant" in case.name else None)
+    original = cls.from_pretrained(
+        case.checkpoint, dtype=getattr(torch, dtype), variant="fp32" if "variant" in case.name else None
+    )
     theirs = {n: described(t) for n, t in original.state_dict().items()}
     assert theirs == {n: described(t) for n, t in model.state_dict().items()}
 

@@ -1,0 +1,47 @@
+"""Memory is fixed: tensors far larger than the budget pass through hash and consolidate in a small process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TENSOR_BYTES = 768 << 20
+PEAK_BYTES = 160 << 20
+"""What an interpreter with numpy takes, and the budget of 64 MiB; a fifth of the tensor."""
+
+
+def peak_bytes(*arguments: str) -> int:
+    """Peak resident memory of a command line, which must succeed."""
+    process = subprocess.Popen([sys.executable, "-m", "ckpttools", *arguments], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0
+    return usage.ru_maxrss * 1024
+
+
+@pytest.fixture
+def large_file(tmp_path: Path) -> Path:
+    """A safetensors file with one large tensor of zeros, which takes no room on a file system with holes."""
+    header = {"w": {"dtype": "BF16", "shape": [TENSOR_BYTES // 8192, 4096], "data_offsets": [0, TENSOR_BYTES]}}
+    text = json.dumps(header).encode()
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + TENSOR_BYTES)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["hash", "validate"])
+def test_a_tensor_larger_than_the_budget_is_read_in_tiles(command: str, large_file: Path) -> None:
+    assert peak_bytes(command, str(large_file), "--memory", "64MiB", "--jobs", "2", "-q") < PEAK_BYTES
+
+
+@pytest.mark.slow
+def test_a_tensor_larger_than_the_budget_is_written_in_tiles(large_file: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "out.pt")
+    assert peak_bytes("consolidate", str(large_file), out, "--memory", "64MiB", "--jobs", "2", "-q") < PEAK_BYTES
