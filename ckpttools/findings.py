@@ -173,6 +173,19 @@ TABLE: tuple[Code, ...] = (
     ),
     Code("not-finite", WARNING, "NaN or infinite values", "look at the training run before using this snapshot"),
     Code("noncanonical-bool", WARNING, "a bool tensor holds bytes other than 0 and 1", "none needed; they are kept as they are"),
+    # run directories
+    Code(
+        "tracker-dangling",
+        ERROR,
+        "a tracker or a link of a run directory names a snapshot that is missing or not committed",
+        "start from what `ckpttools latest` prints, not from the tracker",
+    ),
+    Code(
+        "order-disagrees",
+        WARNING,
+        "a snapshot of a later step was committed earlier: the run went back, or was copied without its times",
+        "none needed; retention keeps the newest of both orders",
+    ),
     # comparisons
     Code(
         "seal-broken",

@@ -1,0 +1,28 @@
+"""A snapshot in a run directory, as far as names and lengths tell. Plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A snapshot in a run directory, as far as names and lengths tell."""
+
+    path: str
+    """Relative to the run directory."""
+    step: int | None
+    state: str
+    why: str = ""
+    """What speaks against it, for people."""
+    done: int | None = None
+    expected: int | None = None
+    time_s: float | None = None
+    """When it was committed, or last written to."""
+    record: str = ""
+    is_outside: bool = False
+
+    @property
+    def order(self) -> tuple[int, float, str]:
+        """Sorts by step, then by time."""
+        return (-1 if self.step is None else self.step, self.time_s or 0, self.path)

@@ -1,0 +1,183 @@
+"""A run directory: its snapshots in order, each with its state, and what trackers claim about them.
+
+One listing of names; then one stat per snapshot where a record tells the time of its commit. A snapshot is opened only when
+its names do not fit those of its neighbours. Modification times decide nothing by themselves: the order is by step, and a
+time that disagrees is a finding. Read `read_run` first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from ckpttools.findings import Finding
+from ckpttools.snapshots.candidate import Snapshot
+from ckpttools.snapshots.completeness import Completeness, judge
+from ckpttools.snapshots.names import FILE_SUFFIXES, looks_like_snapshot, parse_mark, parse_step
+from ckpttools.snapshots.neighbours import compare_neighbours
+from ckpttools.snapshots.policy import COMMITTED, DAMAGED, FOREIGN, UNFINISHED
+from ckpttools.snapshots.trackers import Claim, find_claims
+from ckpttools.storage.tree import Tree, read_tree
+
+NESTS = ("", "checkpoint", "checkpoints", "ckpt")
+"""Directories of a run in which trainers put their snapshots; torchtitan uses `checkpoint`."""
+_STAGE = "._dlrover_ckpt_stage"
+_HOLDS_OTHERS = re.compile(r"\d+|epoch[-_]\d+", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory, as listed."""
+
+    tree: Tree
+    snapshots: tuple[Snapshot, ...]
+    """By step, then by time: the newest last. Foreign ones first."""
+    claims: tuple[Claim, ...] = ()
+
+    @property
+    def location(self) -> str:
+        """Where it is."""
+        return self.tree.location
+
+    @property
+    def committed(self) -> list[Snapshot]:
+        """The committed ones, the newest last."""
+        return [s for s in self.snapshots if s.state == COMMITTED]
+
+    def place(self, snapshot: Snapshot) -> str:
+        """The location of a snapshot."""
+        return f"{self.location.rstrip('/')}/{snapshot.path}"
+
+    def claims_on(self, path: str) -> tuple[str, ...]:
+        """The trackers and links that name a snapshot."""
+        return tuple(c.tracker for c in self.claims if c.path == path)
+
+    def findings(self) -> list[Finding]:
+        """Trackers that name nothing good, and orders that disagree. Pure."""
+        states = {s.path: s.state for s in self.snapshots}
+        found = [c.finding(states.get(c.path, "")) for c in self.claims if not c.is_met]
+        for older, newer in _out_of_order(self.committed):
+            expected = f"committed after {older.path}, which is of step {older.step}"
+            found.append(Finding("order-disagrees", newer.path, expected, "committed before it"))
+        return found
+
+
+def _out_of_order(committed: list[Snapshot]) -> Iterator[tuple[Snapshot, Snapshot]]:
+    """Neighbours by step whose times are the other way round."""
+    for older, newer in pairwise(committed):
+        if older.time_s is not None and newer.time_s is not None and newer.time_s < older.time_s and newer.step != older.step:
+            yield older, newer
+
+
+def read_run(location: str, *, pattern: re.Pattern[str] | None = None) -> Run:
+    """A run directory. Raises NotFoundError, StorageError."""
+    return run_of(read_tree(location), pattern=pattern)
+
+
+def run_of(tree: Tree, *, pattern: re.Pattern[str] | None = None) -> Run:
+    """The snapshots of a listed run directory. Raises StorageError."""
+    found = [_judge(tree, path, step) for path, step in candidates(tree, pattern)]
+    found = _mark_unfinished(tree, found)
+    found = [_dated(tree, s) for s in found]
+    found = list(compare_neighbours(tree, sorted(found, key=lambda s: s.order)))
+    found += list(_strangers(tree, {s.path for s in found}))
+    states = {s.path: s.state for s in found}
+    steps = {s.path: s.step for s in found if s.step is not None}
+    return Run(tree, tuple(sorted(found, key=lambda s: s.order)), tuple(find_claims(tree, NESTS, states, steps)))
+
+
+def candidates(tree: Tree, pattern: re.Pattern[str] | None = None) -> Iterator[tuple[str, int]]:
+    """Path and step of what is named like a snapshot; a link to another one in the same run is none."""
+    for nest in NESTS:
+        if not tree.is_directory(nest):
+            continue
+        prefix = f"{nest}/" if nest else ""
+        names = [*tree.subdirectories(nest)]
+        names += [n for n in tree.files[nest] if n.endswith(FILE_SUFFIXES) or pattern is not None]
+        for name in names:
+            path, base = prefix + name, name
+            if path in tree.links and tree.linked(path) and tree.status(path) is not None:
+                continue
+            marked = parse_mark(name) if tree.is_directory(path) else None
+            if marked is not None and not (tree.is_directory(prefix + marked) or tree.is_file(prefix + marked)):
+                base = marked
+            step = parse_step(base, pattern)
+            if step is not None and not name.startswith("."):
+                yield path, step
+
+
+def _judge(tree: Tree, path: str, step: int) -> Snapshot:
+    name = path.rpartition("/")[2]
+    outside = any(tree.leads_outside(p) for p in (path, path.rpartition("/")[0]) if p)
+    if not tree.is_directory(path):
+        return Snapshot(path, step, COMMITTED, is_outside=outside)
+    if _HOLDS_OTHERS.fullmatch(name):
+        inner = (*tree.subdirectories(path), *(n for n in tree.files[path] if n.endswith(FILE_SUFFIXES)))
+        if any(parse_step(n) is not None and not n.isdigit() for n in inner):
+            return Snapshot(path, None, FOREIGN, "holds snapshots itself", is_outside=outside)
+    found = judge(list(tree.below(path)))
+    if parse_mark(name) is not None and found.state == COMMITTED:
+        found = Completeness(UNFINISHED, "its name says that it is not finished")
+    return _with(Snapshot(path, step, found.state, is_outside=outside), found)
+
+
+def _with(snapshot: Snapshot, found: Completeness) -> Snapshot:
+    return replace(snapshot, state=found.state, why=found.why, done=found.done, expected=found.expected, record=found.record)
+
+
+def _mark_unfinished(tree: Tree, found: Iterable[Snapshot]) -> list[Snapshot]:
+    """Marks beside a snapshot say that its save is going on or has died: NeMo's, ML Flashpoint's, DLRover's."""
+    marks: dict[str, str] = {}
+    for nest in NESTS:
+        prefix = f"{nest}/" if nest else ""
+        for name in (*tree.files.get(nest, ()), *tree.subdirectories(nest)) if tree.is_directory(nest) else ():
+            base = parse_mark(name)
+            if base is not None:
+                marks[prefix + base] = name
+    stages: dict[int, int] = {}
+    for nest in NESTS:
+        stage = f"{nest}/{_STAGE}".lstrip("/")
+        for name in tree.subdirectories(stage):
+            step = name.partition(".")[0]
+            if step.isdigit():
+                stages[int(step)] = len(list(tree.below(f"{stage}/{name}")))
+    marked = []
+    for s in found:
+        if s.path in marks and s.state == COMMITTED:
+            s = replace(s, state=UNFINISHED, why=f"{marks[s.path]} is there")
+        elif s.step in stages:
+            s = replace(s, state=UNFINISHED, why=f"{_STAGE} is there", done=stages[s.step or 0])
+        marked.append(s)
+    return marked
+
+
+def _dated(tree: Tree, snapshot: Snapshot) -> Snapshot:
+    """With its time; the record of the commit has it, and without one the last file that was written to."""
+    if snapshot.state == COMMITTED and (snapshot.record or not tree.is_directory(snapshot.path)):
+        found = tree.status(f"{snapshot.path}/{snapshot.record}".rstrip("/"))
+        if found is None or not found.is_regular:
+            return replace(snapshot, state=UNFINISHED, why="it went away while it was looked at")
+        if not found.length_bytes:
+            why = f"{snapshot.record or 'the file'} is empty"
+            return replace(snapshot, state=UNFINISHED, why=why, time_s=found.modified_s)
+        return replace(snapshot, time_s=found.modified_s)
+    measure = tree.measure(snapshot.path)
+    time_s = measure.last_s
+    if time_s is None:
+        own = tree.status(snapshot.path)
+        time_s = own.modified_s if own else None
+    if snapshot.state == COMMITTED and measure.empty and any(n.endswith(FILE_SUFFIXES) for n in measure.empty):
+        return replace(snapshot, state=DAMAGED, why=f"{measure.empty[0]} is empty", time_s=time_s)
+    return replace(snapshot, time_s=time_s)
+
+
+def _strangers(tree: Tree, known: set[str]) -> Iterator[Snapshot]:
+    """What has a step in its name and is no snapshot by the rules, so that people hear that it is left alone."""
+    for nest in NESTS:
+        prefix = f"{nest}/" if nest else ""
+        for name in tree.subdirectories(nest) if tree.is_directory(nest) else ():
+            path = prefix + name
+            if path not in known and path not in tree.links and not name.startswith(".") and looks_like_snapshot(name):
+                yield Snapshot(path, None, FOREIGN, "not a name of a snapshot")
