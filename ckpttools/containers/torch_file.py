@@ -26,8 +26,9 @@ ZIP_MAGIC = b"PK\x03\x04"
 STREAM_MAGIC = 0x1950A86A20F9469CFC6C
 _STREAM_PROTOCOL = 1001
 _MAX_PICKLE_BYTES = 1 << 30
-_MAX_DEFLATE_RATIO = 1100
-"""Deflate cannot exceed about 1032; a member that claims more lies about its length."""
+_FREE_DEFLATED_BYTES = 16 << 20
+_MAX_PICKLE_RATIO = 64
+"""A deflated pickle that grows a thousandfold is a bomb; real ones shrink to a tenth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +140,9 @@ def _storage(region: Region, record: ZipRecord) -> StoredStorage:
 def _record_bytes(region: Region, record: ZipRecord, findings: list[Finding]) -> bytes | None:
     """A small member as it decodes; None with a finding when it is too large to be one or does not decode."""
     where = f"`{record.name}` in {region.where(record.offset)}"
-    if record.length > _MAX_PICKLE_BYTES or record.length > _MAX_DEFLATE_RATIO * record.stored_length:
-        findings.append(Finding("pickle-limit", where, f"at most {_MAX_PICKLE_BYTES} bytes", f"{record.length} bytes"))
+    most = _MAX_PICKLE_BYTES if record.method == STORED else max(_FREE_DEFLATED_BYTES, _MAX_PICKLE_RATIO * record.stored_length)
+    if record.length > min(most, _MAX_PICKLE_BYTES):
+        findings.append(Finding("pickle-limit", where, f"at most {min(most, _MAX_PICKLE_BYTES)} bytes", f"{record.length} bytes"))
         return None
     stored = region.read(record.offset, record.stored_length)
     if record.method == STORED:

@@ -95,6 +95,8 @@ def read_value(record: object) -> Value | None:
         return None
     try:
         return reader(record.args)
+    except RecursionError:
+        raise MalformedError(f"{record.callable.name} around itself, too deep") from None
     except (IndexError, TypeError, ValueError, KeyError, AttributeError) as e:
         raise MalformedError(f"{record.callable.name} with unexpected arguments: {e}") from e
 

@@ -203,7 +203,7 @@ def _leftovers(listing: Listing, files: Sequence[FileEntry]) -> list[Finding]:
 def _step(source: Source, listing: Listing, contents: Sequence[Contents], location: str) -> int | None:
     """The step: as a file states it, else as HF Trainer's state does, else as the name has it."""
     stated = next((c.step for c in contents if c.step is not None), None)
-    if stated is None and "trainer_state.json" in listing:
+    if stated is None and "trainer_state.json" in listing and listing.files["trainer_state.json"].is_regular:
         try:
             state = json.loads(read(source, "trainer_state.json", 0, listing.length_bytes("trainer_state.json")))
             step = state.get("global_step")

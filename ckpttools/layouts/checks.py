@@ -9,6 +9,9 @@ from ckpttools.findings import Finding
 from ckpttools.geometry import cover
 from ckpttools.model import TensorEntry
 
+_MAX_NAMED_PIECES = 16
+"""Of one tensor; who reads a thousand lines about it?"""
+
 
 def check_names(tensors: Iterable[TensorEntry]) -> Iterator[Finding]:
     """Different keys that have the same dotted name, so that a list of names would hold one of them only."""
@@ -25,7 +28,7 @@ def check_cover(entry: TensorEntry) -> Iterator[Finding]:
     if len(entry.pieces) == 1 and entry.pieces[0].box == entry.spec.box:
         return
     covered = cover(entry.spec.shape, [p.box for p in entry.pieces])
-    for i in covered.out_of_bounds:
+    for i in covered.out_of_bounds[:_MAX_NAMED_PIECES]:
         piece = entry.pieces[i]
         found = f"offsets {list(piece.box.offsets)}, sizes {list(piece.box.sizes)}"
         yield Finding(

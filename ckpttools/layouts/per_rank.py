@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from itertools import islice
 
 from ckpttools.containers.torch_entries import open_rank_file, read_entries
 from ckpttools.findings import Finding
@@ -16,8 +17,10 @@ from ckpttools.layouts.families import MODEL, RANK_LOCAL, family_of_stem
 from ckpttools.model import FileEntry
 from ckpttools.storage.source import Listing, Source
 
-_RANK_FILE = re.compile(r"(?P<stem>.*?)_?(?P<world>world_size_\d+_)?rank_?(?P<rank>\d+)\.(?P<suffix>pt|pth|bin|pkl|ckpt)")
-_STATE_FILE = re.compile(r"(?P<stem>rng_state|random_states)_(?P<world>)(?P<rank>\d+)\.(?P<suffix>pth|pkl)")
+_RANK_FILE = re.compile(r"(?P<stem>.*?)_?(?P<world>world_size_\d{1,9}_)?rank_?(?P<rank>\d{1,9})\.(?P<suffix>pt|pth|bin|pkl|ckpt)")
+_STATE_FILE = re.compile(r"(?P<stem>rng_state|random_states)_(?P<world>)(?P<rank>\d{1,9})\.(?P<suffix>pth|pkl)")
+
+_MAX_NAMED_RANKS = 64
 
 
 class PerRank:
@@ -78,7 +81,7 @@ def _missing_ranks(files: tuple[str, ...], ranks: int) -> list[Finding]:
     if model is None:
         return []
     start, stop = model.span("rank")
-    absent = [r for r in range(ranks) if r not in there]
-    names = [f"{files[0][:start]}{r}{files[0][stop:]}" for r in absent[:64]]
+    absent = islice((r for r in range(ranks) if r not in there), _MAX_NAMED_RANKS)
+    names = [f"{files[0][:start]}{r}{files[0][stop:]}" for r in absent]
     found = f"{len(there)} of {ranks} files"
     return [Finding("missing-rank", name, f"one file for each of {ranks} ranks", found) for name in names]

@@ -120,7 +120,7 @@ def read_seal(snapshot: Snapshot, findings: list[Finding]) -> Seal | None:
         if snapshot.is_single_file:
             source, name = open_source(f"{snapshot.checkpoint.path}.{SEAL_NAME}")
             length = source.listing().length_bytes(name)
-        elif SEAL_NAME in snapshot.listing:
+        elif SEAL_NAME in snapshot.listing and snapshot.listing.files[SEAL_NAME].is_regular:
             source, name, length = snapshot.source, SEAL_NAME, snapshot.listing.length_bytes(SEAL_NAME)
         else:
             return None

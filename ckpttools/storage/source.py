@@ -177,8 +177,8 @@ class LocalSource:
             opened = self._open_files.get(file)
             if opened is None:
                 try:
-                    opened = _OpenFile(os.open(os.path.join(self.location, file), os.O_RDONLY | os.O_CLOEXEC))
-                except OSError as e:
+                    opened = _OpenFile(_open_regular(os.path.join(self.location, file), file))
+                except (OSError, ValueError) as e:  # ValueError: a name with a NUL in it
                     raise storage_error(e, file) from e
                 self._open_files[file] = opened
             opened.users += 1
@@ -196,6 +196,15 @@ class LocalSource:
         for opened in getattr(self, "_open_files", {}).values():
             with contextlib.suppress(OSError):
                 os.close(opened.fd)
+
+
+def _open_regular(path: str, file: str) -> int:
+    """A descriptor for reading; a pipe would wait for a writer for ever, a device gives bytes without end."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise StorageError("not a regular file", where=file, expected="a regular file", found="a pipe, device or directory")
+    return fd
 
 
 @dataclass(slots=True)
