@@ -45,7 +45,11 @@ class LocalTarget:
         """See `Target.begin`."""
         self._overwrite = overwrite
         self._require_apart(sources)
-        self._require_free()
+        try:
+            self._require_free()
+        except DestinationError:
+            self._sweep()
+            raise
         try:
             self._take_lock()
             self._recover()
@@ -127,6 +131,16 @@ class LocalTarget:
         else:
             os.rename(self._old, self._destination)
             _sync_directory(self._parent)
+
+    def _sweep(self) -> None:
+        """Do what is left to do of a run that died after its rename, when the destination was complete."""
+        if not os.path.isdir(self._partial) or os.path.islink(self._partial):
+            return
+        with contextlib.suppress(LockedError, OSError, StorageError):
+            self._take_lock()
+            if self.is_file and not os.path.lexists(os.path.join(self._files, self._name)):
+                self._place_further_files()
+            self.close()
 
     def journal_lines(self) -> list[str]:
         """See `Target.journal_lines`; a last line that was cut off is removed."""
@@ -257,8 +271,7 @@ class LocalTarget:
             self._require_free()
             if self.is_file:
                 os.replace(os.path.join(self._files, self._name), self._destination)
-                for name in sorted(os.listdir(self._files)):
-                    os.replace(os.path.join(self._files, name), os.path.join(self._parent, name))
+                self._place_further_files()
             else:
                 if os.path.isdir(self._destination) and os.listdir(self._destination):
                     os.rename(self._destination, self._old)
@@ -267,6 +280,11 @@ class LocalTarget:
             if os.path.lexists(self._old):
                 shutil.rmtree(self._old)
             self._clear()
+
+    def _place_further_files(self) -> None:
+        """Move what belongs beside a single file to its place; after the file, for which it speaks."""
+        for name in sorted(os.listdir(self._files)) if os.path.isdir(self._files) else ():
+            os.replace(os.path.join(self._files, name), os.path.join(self._parent, name))
 
     def close(self) -> None:
         """See `Target.close`."""
