@@ -1,166 +1,160 @@
-"""THE table of globals: which names have a meaning here, and which run code when other tools load the file.
+"""THE table of names: what each that checkpoints refer to is, and which run code when another tool loads the file.
 
-Reading a pickle never depends on the judgement: a name is two strings, whatever it is. `unsafe` names make a finding, so
-that a user knows not to load the file elsewhere; all that is neither known nor unsafe is an opaque object.
+Reading never depends on it: a name is two strings, whatever it is. A name judged `unsafe` makes a finding, so that a
+user knows not to load the file elsewhere; what is neither known nor unsafe is opaque, which is not a promise: loading
+the file with torch or pickle imports its module. See `judge`, and `dangers` for the rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-from ckpttools.dtypes import BY_NAME
+from ckpttools.dtypes import BY_NAME, BY_STORAGE_CLASS
+from ckpttools.pickles.dangers import is_dangerous
 from ckpttools.pickles.records import Global
 
-
-def _encode(args: tuple[object, ...]) -> bytes | None:
-    """`_codecs.encode(text, "latin1")`: how protocol 2 writes bytes."""
-    text, *encoding = args
-    if not isinstance(text, str) or (encoding and encoding[0] not in ("latin1", "latin-1")):
-        return None
-    return text.encode("latin1")
-
-
-def _set(args: tuple[object, ...]) -> set[object] | None:
-    return set(args[0]) if args and isinstance(args[0], (list, tuple, set, frozenset)) else None if args else set()
-
-
-def _frozenset(args: tuple[object, ...]) -> frozenset[object] | None:
-    made = _set(args)
-    return None if made is None else frozenset(made)
-
-
-def _complex(args: tuple[object, ...]) -> complex | None:
-    real, imaginary = args if len(args) == 2 else (None, None)
-    return complex(real, imaginary) if isinstance(real, (int, float)) and isinstance(imaginary, (int, float)) else None
-
-
-def _bytearray(args: tuple[object, ...]) -> bytearray | None:
-    if not args:
-        return bytearray()
-    if isinstance(args[0], (bytes, bytearray)):
-        return bytearray(args[0])
-    if len(args) == 2 and isinstance(args[0], str) and args[1] in ("latin1", "latin-1"):
-        return bytearray(args[0].encode("latin1"))
-    return None
-
-
-_BUILTINS = ("builtins", "__builtin__")
-
-PLAIN_CALLS: Mapping[tuple[str, str], Callable[[tuple[object, ...]], object | None]] = {
-    ("_codecs", "encode"): _encode,
-    **{(module, "set"): _set for module in _BUILTINS},
-    **{(module, "frozenset"): _frozenset for module in _BUILTINS},
-    **{(module, "complex"): _complex for module in _BUILTINS},
-    **{(module, "bytearray"): _bytearray for module in _BUILTINS},
-}
-"""Calls whose result is a plain value: code of ours makes it (None when the arguments are not as expected)."""
-
-_HARMLESS_BUILTINS = frozenset(
-    ["set", "frozenset", "complex", "bytearray", "slice", "range", "xrange", "object", "list", "dict", "tuple", "int", "long", "float", "str", "unicode", "bytes", "bool", "type", "getattr", "Ellipsis", "NotImplemented", "NoneType", "Exception", "ValueError", "KeyError", "property", "staticmethod", "classmethod", "super", "zip", "enumerate", "map", "filter", "reversed", "print"]
-) - {"map", "filter", "print", "type", "super"}
-"""Types, and `getattr`, with which enums and nested classes are pickled; it is dangerous only on what is unsafe itself."""
-
-_UNSAFE_MODULES = frozenset(
-    ["os", "posix", "nt", "posixpath", "ntpath", "subprocess", "sys", "shutil", "runpy", "socket", "ssl", "importlib", "imp", "pkgutil", "pty", "ctypes", "_ctypes", "code", "codeop", "webbrowser", "pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "multiprocessing", "threading", "_thread", "asyncio", "concurrent", "tempfile", "glob", "fileinput", "distutils", "setuptools", "pip", "ensurepip", "venv", "timeit", "pdb", "bdb", "trace", "cProfile", "profile", "doctest", "unittest", "commands", "popen2", "platform", "signal", "mmap", "fcntl", "resource", "syslog", "http", "urllib", "urllib2", "ftplib", "smtplib", "telnetlib", "xmlrpc", "requests", "aiohttp", "paramiko", "inspect", "gc", "builtins.open", "linecache", "zipimport", "site", "io", "_io", "nturl2path", "tkinter", "turtle", "antigravity", "torch.hub", "torch.utils.cpp_extension", "torch.jit", "torch._inductor", "torch._dynamo.repro", "torch.utils.model_zoo", "numpy.testing", "numpy.f2py", "numpy.distutils", "numpy.lib.npyio", "IPython", "idlelib", "lib2to3", "pydoc"]
+_SHARDED = "torch.distributed._shard.sharded_tensor"
+_OLD_SHARDED = "torch.distributed._sharded_tensor"
+_BUILTINS = (
+    "set frozenset complex bytearray bytes slice range object list dict tuple int float str bool getattr"
+    " xrange long unicode"  # as Python 2 has them
 )
-_SAFE_IN_UNSAFE = frozenset(
-    {
-        ("io", "BytesIO"),
-        ("io", "StringIO"),
-        ("_io", "BytesIO"),
-        ("_io", "StringIO"),
-        ("signal", "Signals"),
-        ("signal", "Handlers"),
-        ("inspect", "Signature"),
-        ("inspect", "Parameter"),
-        ("inspect", "_ParameterKind"),
-        ("inspect", "_empty"),
-        ("threading", "Lock"),
-        ("threading", "RLock"),
-        ("_thread", "RLock"),
-        ("_thread", "allocate_lock"),
-        ("pathlib", "Path"),
-    }
-)
-_UNSAFE_NAMES = frozenset(
-    {
-        ("torch", "load"),
-        ("torch.serialization", "load"),
-        ("torch", "compile"),
-        ("torch._C", "_jit_try_infer_type"),
-        ("types", "FunctionType"),
-        ("types", "CodeType"),
-        ("types", "LambdaType"),
-        ("types", "MethodType"),
-        ("types", "ModuleType"),
-        ("operator", "attrgetter"),
-        ("operator", "methodcaller"),
-        ("_operator", "attrgetter"),
-        ("_operator", "methodcaller"),
-        ("functools", "partial"),
-        ("functools", "reduce"),
-        ("_functools", "partial"),
-        ("_functools", "reduce"),
-        ("numpy", "load"),
-        ("numpy", "loadtxt"),
-        ("numpy", "fromfile"),
-        ("pandas", "read_pickle"),
-        ("copyreg", "__newobj__"),
-        ("yaml", "load"),
-        ("yaml", "unsafe_load"),
-        ("logging.config", "listen"),
-        ("pathlib", "Path.write_text"),
-    }
-) - {("copyreg", "__newobj__"), ("functools", "partial"), ("_functools", "partial")}
-"""`functools.partial` alone calls nothing, and learning-rate schedules are pickled with it: what it wraps is judged."""
 
-_KNOWN = {
-    "torch._utils": None,
-    "torch._tensor": None,
-    "torch.tensor": None,
-    "torch.storage": None,
-    "torch.serialization": frozenset({"_get_layout"}),
-    "torch": frozenset({"Size", "device", "Tensor", *BY_NAME}),
-    "torch.nn.parameter": None,
-    "torch.distributed.tensor": None,
-    "torch.distributed._tensor": None,
-    "torch.distributed.device_mesh": None,
-    "torch.distributed._mesh_layout": None,
-    "torch.distributed._shard": None,
-    "torch.distributed.remote_device": None,
-    "torch.distributed.checkpoint": None,
-    "collections": None,
-    "argparse": None,
-    "datetime": None,
-    "pathlib": None,
-    "pathlib._local": None,
-    "numpy": frozenset({"dtype", "ndarray"}),
-    "numpy.core.multiarray": None,
-    "numpy._core.multiarray": None,
-    "_codecs": None,
-    "copyreg": None,
-    "copy_reg": None,
+_ROWS: tuple[tuple[str, str, str], ...] = (
+    # what it is, modules, names
+    ("Python type", "builtins __builtin__", _BUILTINS),
+    ("codec", "_codecs codecs", "encode"),
+    ("maker of an object", "copyreg copy_reg", "_reconstructor __newobj__ __newobj_ex__"),
+    ("mapping", "collections", "OrderedDict defaultdict Counter ChainMap"),
+    ("sequence", "collections _collections", "deque"),
+    ("attributes", "argparse types", "Namespace SimpleNamespace"),
+    ("time", "datetime _pydatetime", "datetime date time timedelta timezone"),
+    ("time", "zoneinfo", "ZoneInfo ZoneInfo._unpickle"),
+    ("time", "time", "struct_time"),
+    ("path", "pathlib pathlib._local", "PurePath PurePosixPath PureWindowsPath Path PosixPath WindowsPath"),
+    ("number", "decimal _decimal fractions", "Decimal Fraction"),
+    ("identifier", "uuid", "UUID SafeUUID"),
+    ("random generator", "random", "Random"),
+    ("function with arguments", "functools _functools", "partial"),
+    ("array", "array", "array _array_reconstructor"),
+    ("text or bytes in memory", "io _io", "BytesIO StringIO"),
+    ("pattern", "re", "_compile Pattern"),
+    ("logger", "logging", "getLogger"),
+    ("enum operation", "operator _operator", "or_"),
+    ("enum", "signal http inspect", "Signals Handlers HTTPStatus _ParameterKind"),
+    ("iterator", "itertools", "count cycle repeat chain"),
+    ("iterator", "builtins __builtin__", "enumerate zip reversed iter"),
+    # numpy
+    ("array", "numpy", "ndarray"),
+    ("dtype", "numpy", "dtype"),
+    ("array", "numpy.core.multiarray numpy._core.multiarray", "_reconstruct"),
+    ("scalar", "numpy.core.multiarray numpy._core.multiarray", "scalar"),
+    ("array", "numpy.core.numeric numpy._core.numeric", "_frombuffer"),
+    ("random generator", "numpy.random._pickle", "__generator_ctor __bit_generator_ctor __randomstate_ctor"),
+    ("random generator", "numpy.random.bit_generator", "SeedSequence"),
+    # torch
+    ("dtype", "torch", " ".join(BY_NAME)),
+    ("storage", "torch torch.storage", " ".join([*BY_STORAGE_CLASS, "UntypedStorage", "TypedStorage", "_UntypedStorage"])),
+    ("shape", "torch", "Size"),
+    ("device", "torch", "device"),
+    ("tensor", "torch", "Tensor"),
+    ("random generator", "torch torch._C", "Generator"),
+    ("layout", "torch", "strided sparse_coo sparse_csr sparse_csc sparse_bsr sparse_bsc jagged _mkldnn"),
+    ("memory format", "torch", "contiguous_format channels_last channels_last_3d preserve_format"),
+    ("memory format", "torch.serialization", "_get_memory_format"),
+    ("layout", "torch.serialization", "_get_layout"),
+    (
+        "quantization scheme",
+        "torch",
+        "per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric per_channel_affine_float_qparams",
+    ),
+    (
+        "tensor",
+        "torch._utils",
+        "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_sparse_tensor _rebuild_sparse_csr_tensor"
+        " _rebuild_qtensor _rebuild_nested_tensor _rebuild_meta_tensor_no_storage _rebuild_wrapper_subclass"
+        " _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor _rebuild_xla_tensor",
+    ),
+    ("parameter", "torch._utils", "_rebuild_parameter _rebuild_parameter_with_state _rebuild_parameter_v2"),
+    ("tensor subclass", "torch._tensor torch.tensor", "_rebuild_from_type _rebuild_from_type_v2"),
+    ("parameter", "torch.nn.parameter", "Parameter Buffer UninitializedParameter UninitializedBuffer"),
+    ("nested tensor", "torch.nested._internal.nested_tensor", "_rebuild_njt NestedTensor"),
+    ("dimension range", "torch._dynamo.decorators", "_DimRange"),
+    (
+        "TorchScript list",
+        "torch.jit._pickle",
+        "build_intlist build_tensorlist build_doublelist build_boollist build_tensor_from_id restore_type_tag",
+    ),
+    # DTensor and ShardedTensor
+    ("DTensor", "torch.distributed.tensor torch.distributed.tensor._api torch.distributed._tensor.api", "DTensor"),
+    ("DTensor", "torch.distributed._tensor", "DTensor"),
+    (
+        "DTensor geometry",
+        "torch.distributed.tensor._dtensor_spec torch.distributed._tensor._dtensor_spec"
+        " torch.distributed._tensor.placement_types",
+        "DTensorSpec TensorMeta ShardOrderEntry",
+    ),
+    (
+        "placement",
+        "torch.distributed.tensor.placement_types torch.distributed._tensor.placement_types torch.distributed.tensor"
+        " torch.distributed._tensor torch._C._distributed",
+        "Shard Replicate Partial _Partial _StridedShard _MaskPartial Placement",
+    ),
+    ("device mesh", "torch.distributed.device_mesh torch.distributed._tensor.device_mesh", "DeviceMesh"),
+    ("device mesh", "torch.distributed._mesh_layout", "_MeshLayout _FlatLayout"),
+    ("ShardedTensor", f"{_SHARDED}.api {_OLD_SHARDED}.api", "ShardedTensor"),
+    ("shard", f"{_SHARDED}.shard {_OLD_SHARDED}.shard", "Shard"),
+    (
+        "shard geometry",
+        f"{_SHARDED}.metadata {_OLD_SHARDED}.metadata",
+        "ShardedTensorMetadata TensorProperties MEM_FORMAT_ENCODING",
+    ),
+    ("shard geometry", "torch.distributed._shard.metadata", "ShardMetadata"),
+    ("shard geometry", "torch.distributed._shard.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec"),
+    (
+        "shard geometry",
+        "torch.distributed._shard.sharding_spec torch.distributed._shard.sharding_spec.api",
+        "ChunkShardingSpec EnumerableShardingSpec ShardMetadata",
+    ),
+    ("device", "torch.distributed.remote_device", "_remote_device"),
+    # distributed checkpoints
+    (
+        "checkpoint manifest",
+        "torch.distributed.checkpoint.metadata torch.distributed._shard.checkpoint.metadata",
+        "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex StorageMeta"
+        " _MEM_FORMAT_ENCODING",
+    ),
+    (
+        "checkpoint manifest",
+        "torch.distributed.checkpoint.filesystem torch.distributed._shard.checkpoint.filesystem"
+        " bytecheckpoint.checkpointer.meta_type dlrover.trainer.torch.flash_checkpoint.fsdp_engine",
+        "_StorageInfo Metadata",
+    ),
+    (
+        "save plan",
+        "torch.distributed.checkpoint.planner",
+        "SavePlan LoadPlan WriteItem ReadItem WriteItemType LoadItemType TensorWriteData BytesIOWriteData",
+    ),
+    ("save plan", "megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan MCoreMetadata"),
+    # trainers
+    ("enum", "megatron.core.enums", "ModelType Fp8Recipe Fp4Recipe"),
+    ("enum", "megatron.core.transformer.enums", "AttnBackend AttnMaskType AttnType LayerType ModelType"),
+    ("loss scale", "deepspeed.runtime.fp16.loss_scaler", "LossScaler DynamicLossScaler LossScalerBase"),
+    ("enum", "deepspeed.runtime.zero.config", "ZeroStageEnum"),
+    ("fragment", "deepspeed.utils.tensor_fragment", "fragment_address"),
+    ("fragment", "deepspeed.checkpoint.universal_checkpoint", "SubparamShape"),
+)
+
+_KNOWN: dict[tuple[str, str], str] = {
+    (module, name): kind for kind, modules, names in _ROWS for module in modules.split() for name in names.split()
 }
-"""Module (or package) -> its names that are understood; None for all of them."""
+
+
+def describe(name: Global) -> str:
+    """What a known name is, for people: `dtype`, `storage`, `tensor`; empty for any other."""
+    return _KNOWN.get((name.module, name.name), "")
 
 
 def judge(name: Global) -> str:
     """`known`, `opaque` or `unsafe`. Pure."""
-    module, attribute = name.module, name.name
-    if module in _BUILTINS:
-        return "known" if attribute in _HARMLESS_BUILTINS else "unsafe"
-    if (module, attribute) in _SAFE_IN_UNSAFE:
+    if (name.module, name.name) in _KNOWN:
         return "known"
-    packages = [module[:i] for i, c in enumerate(module + ".") if c == "."]
-    if (
-        (module, attribute) in _UNSAFE_NAMES
-        or any(p in _UNSAFE_MODULES for p in packages)
-        or ("." in attribute
-        and "__" in attribute)
-    ):
-        return "unsafe"
-    for package in packages:
-        names = _KNOWN.get(package, frozenset())
-        if names is None or attribute in names or (package == "torch" and attribute.endswith(("Storage", "_affine", "_strided"))):
-            return "known"
-    return "opaque"
+    return "unsafe" if is_dangerous(name.module, name.name) else "opaque"
