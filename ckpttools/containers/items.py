@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from ckpttools.containers.region import Region
 from ckpttools.containers.torch_entries import RankFile, read_object
-from ckpttools.containers.torch_extents import locate_tensor
+from ckpttools.containers.torch_extents import Expansion, locate_tensor
 from ckpttools.containers.torch_file import TorchFile, read_torch_file
 from ckpttools.containers.torch_values import MalformedError, read_tensor
 from ckpttools.containers.trees import persistent_ids
@@ -35,6 +35,7 @@ class _Opened:
     records: dict[Extent, RankFile] = field(default_factory=dict)
     checksums: list[StoredChecksum] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    expansion: Expansion = field(default_factory=Expansion)
 
 
 def locate(source: Source, checkpoint: Checkpoint) -> Checkpoint:
@@ -111,7 +112,8 @@ def _open_tensor(opened: _Opened, region: Region, file: TorchFile, extent: Exten
         expected = f"{entry.spec.dtype} {list(piece.box.sizes)}"
         opened.findings.append(Finding("piece-mismatch", where, expected, f"{tensor.dtype} {list(tensor.shape)}"))
         return
-    exact = locate_tensor(file, extent.file, tensor, where)
+    opened.expansion.add_file(file)
+    exact = locate_tensor(file, extent.file, tensor, where, opened.expansion)
     if isinstance(exact, Finding):
         opened.findings.append(exact)
     else:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ckpttools.containers.region import Region
 from ckpttools.containers.sharded_values import ShardedValue, read_sharded
-from ckpttools.containers.torch_extents import locate_tensor
+from ckpttools.containers.torch_extents import Expansion, locate_tensor
 from ckpttools.containers.torch_file import TorchFile, read_torch_file
 from ckpttools.containers.torch_values import (
     CompositeValue,
@@ -117,6 +117,7 @@ class _Reader:
     def __init__(self, is_rank_local: bool) -> None:
         self.entries = Entries()
         self._is_rank_local = is_rank_local
+        self._expansion = Expansion()
         self._tensors: dict[tuple[object, ...], _Gathered] = {}
         self._objects: dict[tuple[object, ...], ObjectEntry] = {}
 
@@ -162,7 +163,7 @@ class _Reader:
             self._take_object(path, ObjectEntry(render_path(path), path, kind_of(record), record))
 
     def _take_dense(self, file: RankFile, path: Path, value: TensorValue, where: str, part_of: str = "") -> None:
-        extent = locate_tensor(file.torch, file.path, value, where)
+        extent = locate_tensor(file.torch, file.path, value, where, self._expansion)
         if isinstance(extent, Finding):
             self.entries.findings.append(extent)
             return
@@ -184,7 +185,7 @@ class _Reader:
                 expected, found = f"a local shape of {list(shard.box.sizes)} on rank {file.rank}", f"{list(shard.tensor.shape)}"
                 self.entries.findings.append(Finding("piece-mismatch", where, expected, found))
                 continue
-            extent = locate_tensor(file.torch, file.path, shard.tensor, where)
+            extent = locate_tensor(file.torch, file.path, shard.tensor, where, self._expansion)
             if isinstance(extent, Finding):
                 self.entries.findings.append(extent)
             else:
@@ -257,7 +258,7 @@ def _identity(path: Path) -> tuple[object, ...]:
 
 def _read_ints(file: RankFile, tensor: TensorValue) -> list[int]:
     """The values of a small dense integer tensor (a device mesh), read at once."""
-    extent = locate_tensor(file.torch, file.path, tensor, file.path)
+    extent = locate_tensor(file.torch, file.path, tensor, file.path, Expansion(0))
     if isinstance(extent, Finding) or extent.strides or extent.length > 8 * _MAX_MESH_RANKS:
         raise MalformedError("a device mesh that is no dense tensor of ranks")
     width = tensor.dtype.item_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 
 from ckpttools.containers.torch_file import TorchFile
@@ -10,12 +11,33 @@ from ckpttools.findings import Finding
 from ckpttools.geometry import is_row_major, span_elements
 from ckpttools.model import Extent
 
-_FREE_AMPLIFICATION_BYTES = 1 << 30
-_MAX_AMPLIFICATION = 64
+_MAX_EXPANSION = 64
 
 
-def locate_tensor(file: TorchFile, path: str, tensor: TensorValue, where: str) -> Extent | Finding:
-    """Where the values of a tensor lie in file `path`; a finding when its storage does not hold them. Pure."""
+@dataclass(slots=True)
+class Expansion:
+    """How many bytes the views of some files may have, all together, beyond those that they span.
+
+    A stride of 0 makes a terabyte of four bytes; hashing that, or writing it out, is what an attacker wants.
+    """
+
+    allowed_bytes: int = 1 << 30
+
+    def add_file(self, file: TorchFile) -> None:
+        """Allow more for what a file stores."""
+        self.allowed_bytes += _MAX_EXPANSION * sum(s.length for s in file.storages.values())
+
+    def spend(self, excess_bytes: int, where: str) -> Finding | None:
+        """A finding when a view has more excess bytes than are left; else they are taken off."""
+        if excess_bytes > self.allowed_bytes:
+            expected = f"at most {self.allowed_bytes} bytes beyond those stored"
+            return Finding("amplification", where, expected, f"{excess_bytes} bytes")
+        self.allowed_bytes -= max(0, excess_bytes)
+        return None
+
+
+def locate_tensor(file: TorchFile, path: str, tensor: TensorValue, where: str, expansion: Expansion) -> Extent | Finding:
+    """Where the values of a tensor lie in file `path`; a finding when its storage does not hold them."""
     storage = file.storages.get(tensor.storage.key)
     if storage is None:
         return Finding("bad-container", where, f"a storage record `data/{tensor.storage.key}`", "none")
@@ -31,11 +53,9 @@ def locate_tensor(file: TorchFile, path: str, tensor: TensorValue, where: str) -
     if span_bytes and offset_bytes + span_bytes > storage.length:
         expected = f"bytes [{offset_bytes}, {offset_bytes + span_bytes}) inside storage `{tensor.storage.key}`"
         return Finding("storage-mismatch", where, expected, f"{storage.length} bytes")
-    logical_bytes = prod(tensor.shape) * item_bytes
-    if logical_bytes > max(_FREE_AMPLIFICATION_BYTES, _MAX_AMPLIFICATION * storage.length):
-        return Finding(
-            "amplification", where, f"at most {_MAX_AMPLIFICATION} times {storage.length} bytes", f"{logical_bytes} bytes"
-        )
+    refused = expansion.spend(prod(tensor.shape) * item_bytes - span_bytes, where)
+    if refused is not None:
+        return refused
     is_dense = is_row_major(tensor.shape, tensor.strides)
     start = offset_bytes if span_bytes else 0  # a view without elements may point anywhere
     return Extent(

@@ -25,6 +25,8 @@ from ckpttools.pickles.table import judge
 ZIP_MAGIC = b"PK\x03\x04"
 STREAM_MAGIC = 0x1950A86A20F9469CFC6C
 _STREAM_PROTOCOL = 1001
+_LONG_OPCODES = b"BCFGILPSTUVXcgip\x8a\x8b\x8c\x8d\x8e\x95\x96"
+"""Opcodes of a pickle whose argument has a length of its own, or goes on to the end of the line."""
 _MAX_PICKLE_BYTES = 1 << 30
 _FREE_DEFLATED_BYTES = 16 << 20
 _MAX_PICKLE_RATIO = 64
@@ -208,12 +210,20 @@ def _growing_head(region: Region) -> list[Pickled]:
     """The pickles at the start of a region. There is no directory, so more is read until they parse."""
     length_bytes = min(region.length, 1 << 20)
     while True:
+        head = region.read(0, length_bytes)
         try:
-            return _stream_pickles(region.read(0, length_bytes))
-        except PickleError:
-            if length_bytes >= min(region.length, _MAX_PICKLE_BYTES):
+            return _stream_pickles(head)
+        except PickleError as e:
+            if length_bytes >= min(region.length, _MAX_PICKLE_BYTES) or not _is_cut(e, head):
                 raise
-            length_bytes = min(region.length, length_bytes * 8)
+            length_bytes = min(region.length, length_bytes * 8, _MAX_PICKLE_BYTES)
+
+
+def _is_cut(error: PickleError, head: bytes) -> bool:
+    """Whether more bytes could help: the end is near, or the opcode has an argument of any length. A file of zeros is no
+    pickle however much of it is read."""
+    at = error.position
+    return error.code == "bad-pickle" and (at is None or at >= len(head) - 32 or head[at] in _LONG_OPCODES)
 
 
 def _stream_pickles(data: bytes) -> list[Pickled]:

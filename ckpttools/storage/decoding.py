@@ -7,7 +7,7 @@ earlier bytes. Row-major reading of a tensor asks forwards, so each byte is deco
 from __future__ import annotations
 
 import zlib
-from typing import Protocol
+from typing import IO, Protocol, cast
 
 from ckpttools.errors import MissingExtraError, StorageError
 from ckpttools.model import Encoding
@@ -17,20 +17,55 @@ _BLOCK_BYTES = 1 << 20
 
 
 class _Decoder(Protocol):
-    def decompress(self, data: bytes, /) -> bytes: ...
+    """Gives decoded bytes, never more than asked for: a kilobyte of a compressed bomb may stand for gigabytes."""
+
+    def read(self, most: int, /) -> bytes:
+        """Up to `most` further decoded bytes; none at the end of the stream."""
+        ...
 
 
-def _open_decoder(codec: str) -> tuple[_Decoder, type[Exception]]:
-    """A decoder that takes compressed blocks one after the other, and the error it raises for bad data."""
+class _Stored:
+    """The compressed bytes of a stretch, one after the other."""
+
+    def __init__(self, source: Source, file: str, encoding: Encoding) -> None:
+        self._source = source
+        self._file = file
+        self._encoding = encoding
+        self._consumed = 0
+
+    def read(self, most: int = _BLOCK_BYTES) -> bytes:
+        """Up to `most` further bytes as stored."""
+        count = min(most, _BLOCK_BYTES, self._encoding.length - self._consumed)
+        data = read(self._source, self._file, self._encoding.offset + self._consumed, count) if count else b""
+        self._consumed += count
+        return data
+
+
+class _Deflate:
+    def __init__(self, stored: _Stored) -> None:
+        self._stored = stored
+        self._decoder = zlib.decompressobj(-zlib.MAX_WBITS)
+
+    def read(self, most: int, /) -> bytes:
+        while not self._decoder.eof:
+            data = self._decoder.unconsumed_tail or self._stored.read()
+            decoded = self._decoder.decompress(data, most)
+            if decoded or not data:
+                return decoded
+        return b""
+
+
+def _open_decoder(codec: str, stored: _Stored) -> tuple[_Decoder, type[Exception]]:
+    """A decoder of a stretch, and the error that it raises for bad data."""
     if codec == "deflate":
-        return zlib.decompressobj(-zlib.MAX_WBITS), zlib.error
+        return _Deflate(stored), zlib.error
     if codec != "zstd":
         raise StorageError(f"unknown compression: {codec}", expected="zstd or deflate", found=codec)
     try:
         import zstandard
     except ImportError as e:
         raise MissingExtraError("reading zstd items needs the package zstandard", hints=["pip install 'ckpttools[zstd]'"]) from e
-    return zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError
+    return zstandard.ZstdDecompressor().stream_reader(cast("IO[bytes]", stored)), zstandard.ZstdError
 
 
 class DecodedStream:
@@ -43,10 +78,8 @@ class DecodedStream:
         self._restart()
 
     def _restart(self) -> None:
-        self._decoder, self._error = _open_decoder(self._encoding.codec)
-        self._consumed = 0
+        self._decoder, self._error = _open_decoder(self._encoding.codec, _Stored(self._source, self._file, self._encoding))
         self._position = 0
-        self._pending = memoryview(b"")
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with decoded bytes from `offset`. Raises StorageError when the stream is bad or ends before."""
@@ -74,17 +107,12 @@ class DecodedStream:
                 return
             count -= len(block)
 
-    def _next(self, most: int) -> memoryview:
+    def _next(self, most: int) -> bytes:
         """Up to `most` further decoded bytes; empty at the end of the stream."""
-        while not self._pending and self._consumed < self._encoding.length:
-            count = min(_BLOCK_BYTES, self._encoding.length - self._consumed)
-            data = read(self._source, self._file, self._encoding.offset + self._consumed, count)
-            self._consumed += count
-            try:
-                self._pending = memoryview(self._decoder.decompress(data))
-            except self._error as e:
-                raise self._bad("does not decode", "a valid stream", str(e)) from e
-        block, self._pending = self._pending[:most], self._pending[most:]
+        try:
+            block = self._decoder.read(min(most, _BLOCK_BYTES))
+        except self._error as e:
+            raise self._bad("does not decode", "a valid stream", str(e)) from e
         self._position += len(block)
         return block
 
