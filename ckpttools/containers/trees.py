@@ -16,6 +16,7 @@ from ckpttools.pickles.views import attributes, mapping_items, sequence_items
 
 MAX_NODES = 50_000_000
 MAX_DEPTH = 500
+MAX_REPEATED, MAX_REPEATED_RATIO = 50_000, 8
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 
 
@@ -41,7 +42,7 @@ def is_tensor_record(record: object) -> bool:
 
 def leaves(value: object) -> Iterator[Leaf]:
     """Every leaf in order. Raises TreeLimitError for a bomb or a cycle."""
-    holds = _TensorSearch()
+    holds, sharing = _TensorSearch(), _Sharing()
     count = 0
     stack: list[tuple[Path, object, tuple[int, ...]]] = [((), value, ())]
     while stack:
@@ -55,23 +56,47 @@ def leaves(value: object) -> Iterator[Leaf]:
             continue
         if id(record) in above:
             raise TreeLimitError("a value that contains itself")
+        sharing.visit(record, len(branches))
         below = (*above, id(record))
         stack.extend(((*path, *keys), child, below) for keys, child in reversed(branches))
 
 
 def sequence_branches(value: object, prefix: Path = ()) -> dict[Path, str]:
-    """The paths of the branches of a nested value that are a `list` or a `tuple`; the others are dicts."""
-    holds, found = _TensorSearch(), {}
+    """The paths of the branches of a nested value that are a `list` or a `tuple`; the others are dicts.
+
+    Raises: TreeLimitError: for a bomb.
+    """
+    holds, sharing, found = _TensorSearch(), _Sharing(), {}
     stack: list[tuple[Path, object]] = [(prefix, value)]
     while stack:
         path, record = stack.pop()
         branches = _branches(record, holds) if len(path) < MAX_DEPTH else None
         if branches is None:
             continue
+        sharing.visit(record, len(branches))
         if isinstance(record, (list, tuple)):
             found[path] = "tuple" if isinstance(record, tuple) else "list"
         stack.extend(((*path, *keys), child) for keys, child in branches)
     return found
+
+
+class _Sharing:
+    """Counts what is walked again because it is shared: forty lists, each twice in the next, have a billion entries."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._first = 0
+        self._repeated = 0
+
+    def visit(self, record: object, entries: int) -> None:
+        """Raises TreeLimitError when more was walked again than any checkpoint shares."""
+        if id(record) in self._seen:
+            self._repeated += entries
+        else:
+            self._seen.add(id(record))
+            self._first += entries
+        if self._repeated > MAX_REPEATED + MAX_REPEATED_RATIO * self._first:
+            raise TreeLimitError(f"{self._repeated} entries that are shared, of {self._first} in all")
 
 
 def _branches(record: object, holds: _TensorSearch) -> list[tuple[Path, object]] | None:
