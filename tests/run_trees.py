@@ -38,3 +38,11 @@ def aged(path: Path, age_h: float) -> Path:
     for inner in (*path.rglob("*"), path):
         os.utime(inner, (at, at))
     return path
+
+
+def make_tiny(path: Path, *, age_h: float = 0, step: int = 0) -> Path:
+    """A snapshot of a few hundred bytes that validates, with a directory in it."""
+    header = b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+    make(path, ["model.safetensors"], data=len(header).to_bytes(8, "little") + header + b"\0" * 8)
+    make(path, ["trainer_state.json", "logs/deep/a.txt"], data=b'{"global_step": %d}' % step)
+    return aged(path, age_h)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 from ckpttools.findings import Finding
@@ -46,9 +47,23 @@ class Run:
         """The committed ones, the newest last."""
         return [s for s in self.snapshots if s.state == COMMITTED]
 
+    @cached_property
+    def states(self) -> dict[str, str]:
+        """State by path."""
+        return {s.path: s.state for s in self.snapshots}
+
+    @cached_property
+    def steps(self) -> dict[str, int]:
+        """Step by path, of those that have one."""
+        return {s.path: s.step for s in self.snapshots if s.step is not None}
+
     def place(self, snapshot: Snapshot) -> str:
         """The location of a snapshot."""
-        return f"{self.location.rstrip('/')}/{snapshot.path}"
+        return self.place_of(snapshot.path)
+
+    def place_of(self, path: str) -> str:
+        """The location of something in the run directory."""
+        return f"{self.location.rstrip('/')}/{path}"
 
     def claims_on(self, path: str) -> tuple[str, ...]:
         """The trackers and links that name a snapshot."""
@@ -56,7 +71,7 @@ class Run:
 
     def findings(self) -> list[Finding]:
         """Trackers that name nothing good, and orders that disagree. Pure."""
-        states = {s.path: s.state for s in self.snapshots}
+        states = self.states
         found = [c.finding(states.get(c.path, "")) for c in self.claims if not c.is_met]
         for older, newer in _out_of_order(self.committed):
             expected = f"committed after {older.path}, which is of step {older.step}"
@@ -80,12 +95,11 @@ def run_of(tree: Tree, *, pattern: re.Pattern[str] | None = None) -> Run:
     """The snapshots of a listed run directory. Raises StorageError."""
     found = [_judge(tree, path, step) for path, step in candidates(tree, pattern)]
     found = _mark_unfinished(tree, found)
-    found = [_dated(tree, s) for s in found]
+    found = [dated(tree, s) for s in found]
     found = list(compare_neighbours(tree, sorted(found, key=lambda s: s.order)))
     found += list(_strangers(tree, {s.path for s in found}))
-    states = {s.path: s.state for s in found}
-    steps = {s.path: s.step for s in found if s.step is not None}
-    return Run(tree, tuple(sorted(found, key=lambda s: s.order)), tuple(find_claims(tree, NESTS, states, steps)))
+    run = Run(tree, tuple(sorted(found, key=lambda s: s.order)))
+    return replace(run, claims=tuple(find_claims(tree, NESTS, run.states, run.steps)))
 
 
 def candidates(tree: Tree, pattern: re.Pattern[str] | None = None) -> Iterator[tuple[str, int]]:
@@ -153,7 +167,7 @@ def _mark_unfinished(tree: Tree, found: Iterable[Snapshot]) -> list[Snapshot]:
     return marked
 
 
-def _dated(tree: Tree, snapshot: Snapshot) -> Snapshot:
+def dated(tree: Tree, snapshot: Snapshot) -> Snapshot:
     """With its time; the record of the commit has it, and without one the last file that was written to."""
     if snapshot.state == COMMITTED and (snapshot.record or not tree.is_directory(snapshot.path)):
         found = tree.status(f"{snapshot.path}/{snapshot.record}".rstrip("/"))

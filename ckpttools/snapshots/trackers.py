@@ -51,22 +51,29 @@ def find_claims(tree: Tree, nests: Sequence[str], states: Mapping[str, str], ste
 
     Args: states: of the snapshots by path. steps: theirs by path.
     """
-    claims: list[Claim] = []
-    for nest in nests:
-        prefix = f"{nest}/" if nest else ""
-        for name in TRACKERS:
-            if tree.is_file(prefix + name) and prefix + name not in tree.links:
-                says = tree.read_text(prefix + name).strip()
-                claims.append(_claim(prefix + name, says, _named(prefix, says, states, steps), states))
-        if tree.is_file(prefix + LAST) and prefix + LAST not in tree.links:
-            found = tree.status(prefix + LAST)
-            claims.append(Claim(prefix + LAST, LAST, is_met=found is not None and found.length_bytes > 0))
+    claims = read_tracker_claims(tree, nests, states, steps)
     for link in tree.links:
         target = tree.linked(link)
         if target in states and target != link:
             claims.append(_claim(link, target, target, states))
         elif tree.status(link) is None:
             claims.append(Claim(link, tree.links[link].rpartition("/")[2]))
+    return claims
+
+
+def read_tracker_claims(tree: Tree, nests: Sequence[str], states: Mapping[str, str], steps: Mapping[str, int]) -> list[Claim]:
+    """The trackers among them, as they are now. Raises StorageError."""
+    claims: list[Claim] = []
+    for nest in nests:
+        prefix = f"{nest}/" if nest else ""
+        for path in (prefix + name for name in TRACKERS if tree.is_directory(nest)):
+            found = tree.status(path) if path not in tree.links else None
+            if found is not None and found.is_regular:
+                says = tree.read_text(path).strip()
+                claims.append(_claim(path, says, _named(prefix, says, states, steps), states))
+        if tree.is_file(prefix + LAST) and prefix + LAST not in tree.links:
+            found = tree.status(prefix + LAST)
+            claims.append(Claim(prefix + LAST, LAST, is_met=found is not None and found.length_bytes > 0))
     return claims
 
 
