@@ -72,6 +72,15 @@ class _Entry:
     header_offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Directory:
+    """Where the central directory lies, and how many rows it has."""
+
+    offset: int
+    length: int
+    total: int
+
+
 def read_zip(region: Region) -> ZipDirectory:
     """The members of the archive in a region; what is wrong with it is in `findings`, and then records may be missing."""
     findings: list[Finding] = []
@@ -79,7 +88,7 @@ def read_zip(region: Region) -> ZipDirectory:
         end = _find_end(region, findings)
         if end is None:
             return ZipDirectory("", {}, tuple(findings), True)
-        entries = list(_central_entries(region, *end, findings))
+        entries = list(_central_entries(region, end, findings))
     except (ValueError, struct.error) as e:
         findings.append(Finding("bad-container", region.where(), "a zip central directory", str(e)))
         return ZipDirectory("", {}, tuple(findings), True)
@@ -93,7 +102,7 @@ def read_zip(region: Region) -> ZipDirectory:
             findings.append(Finding("duplicate-name", region.where(entry.header_offset), "each zip member once", found))
             continue
         folded.add(name.casefold())
-        record = _locate(region, entry, name, end[0], findings)
+        record = _locate(region, entry, name, end.offset, findings)
         if record is not None:
             records[name] = record
     findings += _check_apart(region, records)
@@ -104,8 +113,8 @@ def read_zip(region: Region) -> ZipDirectory:
     return ZipDirectory(root, records, tuple(findings), has_checksums)
 
 
-def _find_end(region: Region, findings: list[Finding]) -> tuple[int, int, int] | None:
-    """(offset, bytes, entries) of the central directory; None with a finding when there is none."""
+def _find_end(region: Region, findings: list[Finding]) -> _Directory | None:
+    """Where the central directory is; None with a finding when there is none."""
     tail_offset = max(0, region.length - 22 - _U16)
     tail = region.read(tail_offset, region.length - tail_offset)
     at = tail.rfind(_END)
@@ -120,32 +129,38 @@ def _find_end(region: Region, findings: list[Finding]) -> tuple[int, int, int] |
         findings.append(Finding("trailing-bytes", at_byte, "the end of the archive", f"{after - comment} more bytes"))
     if disk or directory_disk or here != total:
         raise ValueError("the archive is spread over several files")
-    locator = tail_offset + at - 20
-    if locator >= 0 and region.read(locator, 4) == _LOCATOR64:
-        (end64,) = struct.unpack("<Q", region.read(locator + 8, 8))
-        record = region.read(end64, 56)
-        if record[:4] != _END64:
-            raise ValueError(f"no zip64 end record at byte {end64}")
-        total64, length64, offset64 = struct.unpack_from("<QQQ", record, 32)
-        for name, small, large, limit in (
-            ("entries", total, total64, _U16),
-            ("length", length, length64, _U32),
-            ("offset", offset, offset64, _U32),
-        ):
-            if small not in (large, limit):
-                raise ValueError(f"two end records disagree about the {name} of the directory: {small} and {large}")
-        total, length, offset = total64, length64, offset64
-    if total > _MAX_RECORDS:
-        raise ValueError(f"{total} members, more than the limit of {_MAX_RECORDS}")
-    if offset + length > tail_offset + at:
-        raise ValueError(f"the directory ends at byte {offset + length}, after its end record at {tail_offset + at}")
-    return offset, length, total
+    directory = _Directory(offset, length, total)
+    stop = tail_offset + at
+    if stop >= 20 and region.read(stop - 20, 4) == _LOCATOR64:
+        directory, stop = _find_end64(region, stop - 20, directory)
+    if directory.total > _MAX_RECORDS:
+        raise ValueError(f"{directory.total} members, more than the limit of {_MAX_RECORDS}")
+    if directory.offset + directory.length != stop:  # else an archive behind another, of which readers take either
+        raise ValueError(f"the directory ends at byte {directory.offset + directory.length}, and its end record is at {stop}")
+    return directory
 
 
-def _central_entries(region: Region, offset: int, length: int, total: int, findings: list[Finding]) -> Iterator[_Entry]:
-    data = region.read(offset, length)
-    at = 0
-    for _ in range(total):
+def _find_end64(region: Region, locator: int, small: _Directory) -> tuple[_Directory, int]:
+    """The directory as the zip64 end record has it, and where that record begins; it must agree with the small one."""
+    (end64,) = struct.unpack("<Q", region.read(locator + 8, 8))
+    record = region.read(end64, 56)
+    if record[:4] != _END64 or end64 + 12 + int.from_bytes(record[4:12], "little") != locator:
+        raise ValueError(f"no zip64 end record at byte {end64} that ends at its locator")
+    total, length, offset = struct.unpack_from("<QQQ", record, 32)
+    for name, stated, large, limit in (
+        ("entries", small.total, total, _U16),
+        ("length", small.length, length, _U32),
+        ("offset", small.offset, offset, _U32),
+    ):
+        if stated not in (large, limit):
+            raise ValueError(f"two end records disagree about the {name} of the directory: {stated} and {large}")
+    return _Directory(offset, length, total), end64
+
+
+def _central_entries(region: Region, directory: _Directory, findings: list[Finding]) -> Iterator[_Entry]:
+    offset, at = directory.offset, 0
+    data = region.read(offset, directory.length)
+    for _ in range(directory.total):
         if data[at : at + 4] != _CENTRAL:
             raise ValueError(f"no directory entry at byte {offset + at}")
         flags, method = struct.unpack_from("<HH", data, at + 8)
