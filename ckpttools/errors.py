@@ -76,6 +76,21 @@ class NotRecognisedError(CkpttoolsError):
 class StorageError(CkpttoolsError):
     """The storage refused or broke: I/O error, no permission, no space, a file that shrank while it was read."""
 
+    finding_code: ClassVar[str] = "unreadable-file"
+    """The code of the finding that a check makes of it when it goes on."""
+
+
+class ShortReadError(StorageError):
+    """A file ends before the bytes that were there when it was listed."""
+
+    finding_code = "file-too-short"
+
+
+class BadStreamError(StorageError):
+    """A compressed stretch does not decode."""
+
+    finding_code = "bad-container"
+
 
 class MissingExtraError(CkpttoolsError):
     """An optional dependency is needed and not installed."""
@@ -95,6 +110,12 @@ class RefusedError(CkpttoolsError):
     """A safety rule forbids what was asked, and nothing was touched: a plan that keeps nothing, a clock that is wrong."""
 
 
+class NothingValidError(CkpttoolsError):
+    """A run directory has no snapshot that passes."""
+
+    exit_code = ExitCode.INCOMPLETE
+
+
 class ConversionError(CkpttoolsError):
     """A conversion cannot be done as asked: a dtype the target lacks, names that collide, nothing selected."""
 
@@ -108,6 +129,8 @@ class FindingsError(CkpttoolsError):
 
     @property
     def exit_status(self) -> ExitCode:
-        """INCOMPLETE when nothing but incompleteness was found, else WRONG."""
+        """FAILED when something could not be read, INCOMPLETE when nothing but incompleteness was found, else WRONG."""
         errors = [f for f in self.findings if f.is_error]
+        if any(f.code == "unreadable-file" for f in errors):
+            return ExitCode.FAILED
         return ExitCode.INCOMPLETE if errors and all(f.is_incompleteness for f in errors) else ExitCode.WRONG
