@@ -25,8 +25,6 @@ from ckpttools.pickles.table import judge
 ZIP_MAGIC = b"PK\x03\x04"
 STREAM_MAGIC = 0x1950A86A20F9469CFC6C
 _STREAM_PROTOCOL = 1001
-_LONG_OPCODES = b"BCFGILPSTUVXcgip\x8a\x8b\x8c\x8d\x8e\x95\x96"
-"""Opcodes of a pickle whose argument has a length of its own, or goes on to the end of the line."""
 _MAX_PICKLE_BYTES = 1 << 30
 _FREE_DEFLATED_BYTES = 16 << 20
 _MAX_PICKLE_RATIO = 64
@@ -220,10 +218,9 @@ def _growing_head(region: Region) -> list[Pickled]:
 
 
 def _is_cut(error: PickleError, head: bytes) -> bool:
-    """Whether more bytes could help: the end is near, or the opcode has an argument of any length. A file of zeros is no
-    pickle however much of it is read."""
-    at = error.position
-    return error.code == "bad-pickle" and (at is None or at >= len(head) - 32 or head[at] in _LONG_OPCODES)
+    """Whether more bytes could help; a file of zeros is no pickle however much of it is read."""
+    at_end = error.position is not None and error.position >= len(head) - 32
+    return error.code == "bad-pickle" and (at_end or "past the end" in error.message)
 
 
 def _stream_pickles(data: bytes) -> list[Pickled]:
