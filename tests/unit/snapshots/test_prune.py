@@ -15,7 +15,7 @@ from ckpttools.storage.runlock import LOCK_NAME, run_lock
 from ckpttools.storage.trash import PREFIX
 from tests.conftest import Answer
 from tests.fixture_cases import FIXTURES
-from tests.run_trees import DCP, make, make_real, make_tiny
+from tests.run_trees import make, make_real, make_tiny
 
 Run = Callable[..., Answer]
 ALL_MAY_GO = ("--max-delete-fraction", 1)
@@ -360,10 +360,8 @@ def test_one_that_cannot_be_deleted_does_not_keep_the_others(ckpttools: Run, run
 
 def test_five_thousand_snapshots_are_decided(ckpttools: Run, tmp_path: Path) -> None:
     for step in range(5000):
-        (tmp_path / f"step-{step}").mkdir()
-        for name in DCP:
-            (tmp_path / f"step-{step}" / name).write_bytes(b"x")
-        os.utime(tmp_path / f"step-{step}" / ".metadata", (step, step))
+        (tmp_path / f"step-{step}.ckpt").write_bytes(b"x")
+        os.utime(tmp_path / f"step-{step}.ckpt", (step, step))
     make_real(tmp_path / "step-5000")
     document = ckpttools("prune", tmp_path, "--keep-last", 3, "--keep-every", 100, "--max-delete-fraction", 1, "--json").document
     assert 5001 == len(document["decisions"])
