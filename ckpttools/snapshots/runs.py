@@ -96,7 +96,9 @@ def run_of(tree: Tree, *, pattern: re.Pattern[str] | None = None) -> Run:
     found = [_judge(tree, path, step) for path, step in candidates(tree, pattern)]
     found = _mark_unfinished(tree, found)
     found = [dated(tree, s) for s in found]
+    committed = {s.path for s in found if s.state == COMMITTED}
     found = list(compare_neighbours(tree, sorted(found, key=lambda s: s.order)))
+    found = [dated(tree, s) if s.path in committed and s.state != COMMITTED else s for s in found]
     found += list(_strangers(tree, {s.path for s in found}))
     run = Run(tree, tuple(sorted(found, key=lambda s: s.order)))
     return replace(run, claims=tuple(find_claims(tree, NESTS, run.states, run.steps)))

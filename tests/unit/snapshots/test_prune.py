@@ -93,6 +93,22 @@ def test_a_damaged_newest_does_not_count_as_the_one_to_keep(ckpttools: Run, run:
     assert "damaged, newer than the newest committed (file-too-short" in answer.stdout
 
 
+def test_an_old_one_that_misses_a_file_goes(ckpttools: Run, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        make_real(tmp_path / f"step-{step}", age_h=24 * (9 - step))
+    (tmp_path / "step-1" / "__1_0.distcp").unlink()
+    os.utime(tmp_path / "step-1" / "__0_0.distcp", (1, 1))
+    os.utime(tmp_path / "step-1" / ".metadata", (2, 2))
+    assert Answer(0, "", "") == ckpttools("prune", tmp_path, "--keep-last", 2, "--apply")
+    assert ["step-2", "step-3"] == left(tmp_path)
+
+
+def test_the_marks_of_a_dead_save_do_not_keep_it(ckpttools: Run, run: Path) -> None:
+    (run / "step-1-unfinished").touch()
+    assert Answer(0, "", "") == ckpttools("prune", run, "--keep-last", 3, "--apply")
+    assert ["step-1-unfinished", "step-2", "step-3", "step-4"] == left(run)
+
+
 def test_require_valid_counts_only_what_passes(ckpttools: Run, run: Path) -> None:
     file = run / "step-3" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
