@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckpttools.digest import DIGEST_HEX_LENGTH, TensorDigest, digest_bytes, fingerprint
+from ckpttools.digest import ALGORITHMS, DIGEST_HEX_LENGTH, TensorDigest, digest_bytes, fingerprint
 from ckpttools.model import Box
 
 SCHEMA = "ckpttools/seal/1"
@@ -138,7 +138,7 @@ def _read_document(document: Mapping[str, object]) -> Seal:
     origin = document.get("origin", {})
     step = document.get("step")
     return Seal(
-        str(document.get("algorithm", "blake3")),
+        _algorithm(document.get("algorithm", "blake3")),
         tuple(tensors),
         pieces,
         tuple(files),
@@ -147,6 +147,12 @@ def _read_document(document: Mapping[str, object]) -> Seal:
         tuple(tuple(map(str, group)) for group in aliases),
         origin if isinstance(origin, dict) else {},
     )
+
+
+def _algorithm(name: object) -> str:
+    if name not in ALGORITHMS:
+        raise ValueError(f"`{name!s:.80}` is not one of {', '.join(ALGORITHMS)}")
+    return str(name)
 
 
 def _rows(value: object) -> list[dict[str, object]]:
@@ -186,9 +192,15 @@ def _piece(row: Mapping[str, object]) -> SealedPiece:
 def _parse_lines(data: bytes) -> Seal:
     """`digest  dtype  [shape]  name` per line; `# algorithm: ...` and other comments; the fingerprint's line is skipped."""
     algorithm, tensors = "blake3", []
-    for number, raw in enumerate(data.decode("utf-8", "surrogatepass").split("\n"), 1):
+    try:
+        text = data.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as e:
+        raise SealError(f"not text: {e}") from e
+    for number, raw in enumerate(text.split("\n"), 1):
         if raw.startswith("# algorithm:"):
             algorithm = raw.partition(":")[2].strip()
+            if algorithm not in ALGORITHMS:
+                raise SealError(f"line {number}: `{algorithm[:80]}` is not one of {', '.join(ALGORITHMS)}")
         if not raw.strip() or raw.startswith("#"):
             continue
         parts = raw.split("  ", 3)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from itertools import islice
+from itertools import islice, pairwise
 
 from ckpttools.containers.torch_entries import open_rank_file, read_entries
 from ckpttools.findings import Finding
@@ -45,7 +45,7 @@ class PerRank:
         stated = _match(part.files[0])
         digits = re.search(r"\d+", stated["world"] or "") if stated else None
         ranks = int(digits.group()) if digits else max(entries.ranks, max(f.rank for f in files) + 1)
-        findings = [*_missing_ranks(part.files, ranks), *entries.findings]
+        findings = [*_missing_ranks(part.files, ranks), *_doubled_ranks(part.files), *entries.findings]
         if digits and entries.ranks > 1 and entries.ranks != ranks:
             expected, found = f"tensors of {ranks} ranks, as the file names say", f"tensors of {entries.ranks} ranks"
             findings.append(Finding("rank-mismatch", part.files[0], expected, found))
@@ -72,6 +72,15 @@ def _match(path: str) -> re.Match[str] | None:
 def _rank(path: str) -> int:
     match = _match(path)
     return int(match["rank"]) if match else 0
+
+
+def _doubled_ranks(files: tuple[str, ...]) -> list[Finding]:
+    """A finding per file of a rank that has another one: `rank_0` and `rank_00`, of which a loader takes either."""
+    return [
+        Finding("rank-mismatch", after, "one file of each rank", f"`{before}` of the same rank")
+        for before, after in pairwise(files)
+        if _rank(before) == _rank(after)
+    ]
 
 
 def _missing_ranks(files: tuple[str, ...], ranks: int) -> list[Finding]:
