@@ -11,7 +11,7 @@ import click
 
 from ckpttools.cli import options, render, retention_options
 from ckpttools.errors import ExitCode
-from ckpttools.snapshots.names import parse_pattern
+from ckpttools.snapshots.names import parse_pattern, render_name
 from ckpttools.snapshots.policy import Decision, Policy, Room
 from ckpttools.units import render_bytes_short, render_duration
 
@@ -127,7 +127,7 @@ def _table(run: Run, decisions: Sequence[Decision], why: dict[str, str]) -> Iter
         rows.append(
             (
                 "keep" if d.keep else "delete",
-                s.path,
+                render_name(s.path),
                 "" if s.step is None else str(s.step),
                 age,
                 render_bytes_short(s.length_bytes),
@@ -160,7 +160,7 @@ def _report(
         hint = "; pass --apply to delete" if gone else ""
         render.write_data(f"would delete {len(gone)} of {len(decisions)} snapshots: {freed}{hint}")
     for r in failed:
-        render.write_line(f"ckpttools: error: {r.error}: {run.place_of(r.path)}")
+        render.write_line(f"ckpttools: error: {r.error}: {render_name(run.place_of(r.path))}")
     for limit in missed:
         render.write_line(f"ckpttools: warning: still {limit} when all that may go is gone: {run.location}")
     return ExitCode.FAILED if failed else ExitCode.WRONG if missed else ExitCode.OK

@@ -11,7 +11,7 @@ import click
 from ckpttools.cli import options, render
 from ckpttools.cli.retention_options import DURATION
 from ckpttools.errors import ExitCode
-from ckpttools.snapshots.names import parse_pattern
+from ckpttools.snapshots.names import parse_pattern, render_name
 from ckpttools.snapshots.policy import Room
 from ckpttools.units import render_bytes_short, render_duration
 
@@ -109,7 +109,7 @@ def _report(s: Status) -> Iterator[str]:
     yield s.path
     if s.newest is not None:
         files = f"{_size(s.length_bytes)}, {s.inodes} inodes"
-        yield f"  newest:     {s.newest.path}, step {s.newest.step}, committed {_span(s.age_s)} ago, {files}"
+        yield f"  newest:     {render_name(s.newest.path)}, step {s.newest.step}, committed {_span(s.age_s)} ago, {files}"
     risk = "unknown" if s.steps_at_risk is None else f"about {s.steps_at_risk}"
     yield f"  at risk:    {_span(s.age_s)}, {risk} steps"
     learned = "learned from its history" if s.is_cadence_learned else "as told"
@@ -122,7 +122,7 @@ def _report(s: Status) -> Iterator[str]:
     days = "unknown" if s.days_until_full is None else f"{s.days_until_full:.0f}"
     yield f"  room for:   {'unknown' if s.fits is None else s.fits} more snapshots, days until full at this rate: {days}"
     for u in s.unfinished:
-        yield f"  {u.state + ':':<11} {u.path}: {render_progress(u)}"
+        yield f"  {u.state + ':':<11} {render_name(u.path)}: {render_progress(u)}"
 
 
 def _span(seconds: float | None) -> str:

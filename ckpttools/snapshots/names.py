@@ -86,3 +86,8 @@ def parse_metrics(name: str) -> dict[str, float]:
     for suffix in FILE_SUFFIXES:
         stem = stem.removesuffix(suffix)
     return {key.rpartition("--")[2]: float(value) for key, value in _METRIC.findall(stem)}
+
+
+def render_name(name: str) -> str:
+    """A name for one line of text: a line break in it must not look like another row. Pure."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in name)

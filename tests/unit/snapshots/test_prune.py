@@ -109,6 +109,13 @@ def test_the_marks_of_a_dead_save_do_not_keep_it(ckpttools: Run, run: Path) -> N
     assert ["step-1-unfinished", "step-2", "step-3", "step-4"] == left(run)
 
 
+def test_a_line_break_in_a_name_makes_no_row(ckpttools: Run, run: Path) -> None:
+    (run / "step-5\nkeep  step-1").mkdir()
+    answer = ckpttools("prune", run, "--keep-last", 1)
+    assert 7 == len(answer.stdout.splitlines())
+    assert r"step-5\nkeep  step-1" in answer.stdout
+
+
 def test_require_valid_counts_only_what_passes(ckpttools: Run, run: Path) -> None:
     file = run / "step-3" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
