@@ -55,7 +55,7 @@ def segment_length(segment: Segment) -> int:
     return 4 if isinstance(segment, ChecksumSlot) else segment.length
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlannedFile:
     """One output file and the segments that tile it."""
 
@@ -78,9 +78,12 @@ class PlannedFile:
 
     def covered(self, checksum: ChecksumSlot) -> range:
         """Positions of the segments in the stretch that a checksum covers."""
-        start = bisect_left(self.segments, (checksum.covers_offset, 0), key=_place)
-        stop = bisect_left(self.segments, (checksum.covers_offset + checksum.covers_length, 0), key=_place)
-        return range(start, stop)
+        start = bisect_left(self._offsets, checksum.covers_offset)
+        return range(start, bisect_left(self._offsets, checksum.covers_offset + checksum.covers_length))
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        return [segment.offset for segment in self.segments]
 
 
 @dataclass(frozen=True, slots=True)

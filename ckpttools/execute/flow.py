@@ -12,7 +12,7 @@ from ckpttools.execute.crew import StoppedError
 from ckpttools.execute.records import TensorRecord
 from ckpttools.execute.scatter import Scatter, Scratch
 from ckpttools.execute.sink import Sink
-from ckpttools.gather import Gather
+from ckpttools.gather import Gather, Watch
 from ckpttools.model import Box
 from ckpttools.plan import PlannedTensor
 from ckpttools.storage.source import Source
@@ -26,11 +26,19 @@ class Flow:
     """Moves bytes for one thread, and keeps the buffers for it."""
 
     def __init__(
-        self, source: Source, *, memory_bytes: int, algorithm: str, stop: threading.Event, progress: Callable[[int], None]
+        self,
+        source: Source,
+        *,
+        memory_bytes: int,
+        algorithm: str,
+        stop: threading.Event,
+        progress: Callable[[int], None],
+        watch: Watch | None = None,
     ) -> None:
         self._source = source
         self._gather = Gather(source, memory_bytes=memory_bytes)
         self._algorithm = algorithm
+        self._watch = watch
         self._stop = stop
         self._casters: dict[tuple[DType, DType], Caster] = {}
         self._buffer = Scratch()
@@ -64,7 +72,7 @@ class Flow:
         put = sinks[0][1].put if is_whole else Scatter(source.shape, tensor.dtype, sinks, self._scratch).put
         caster = self._caster(source.dtype, tensor.dtype) if tensor.is_cast else None
         counts = CastCounts()
-        for tile in self._gather.stream(tensor.source, box):
+        for tile in self._gather.stream(tensor.source, box, watch=self._watch):
             self.require_going()
             if of_source is not None:
                 of_source.update(tile)

@@ -7,14 +7,16 @@ after a power cut it is still true.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple
 
 from ckpttools import __version__
 from ckpttools.cast import CastCounts
+from ckpttools.errors import StorageError
 from ckpttools.execute.records import Records, SegmentRecord, TensorRecord
 from ckpttools.plan import Plan
 from ckpttools.storage.target import Target
@@ -99,6 +101,21 @@ class Journal:
                 self._flushing.result()
                 self._flushing = None
             self._write(self._take())
+
+    @contextlib.contextmanager
+    def flushed(self) -> Iterator[None]:
+        """Write all that is added in this context at its end; also when it fails, as far as that can be done."""
+        try:
+            yield
+        except BaseException:  # Ctrl-C too: what is done is recorded, and what went wrong first is told
+            with contextlib.suppress(StorageError):
+                self.flush()
+            raise
+        self.flush()
+
+    def close(self) -> None:
+        """Return when nothing is being written any more; what was not flushed is forgotten."""
+        self._flusher.shutdown()
 
     def _take(self) -> list[Records]:
         batch, self._pending, self._pending_bytes = self._pending, [], 0

@@ -7,11 +7,9 @@ ones in groups, in the order of the plan.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from ckpttools.errors import StorageError
 from ckpttools.execute.checksums import known_runs
 from ckpttools.execute.crew import Crew
 from ckpttools.execute.flow import Flow
@@ -36,17 +34,16 @@ class LocalWriter:
         self._journal = journal
         self._summed = {(i, j) for i, file in enumerate(plan.files) for c in file.checksums for j in file.covered(c)}
 
+    def close(self) -> None:
+        """Let go of the journal, whatever happened."""
+        self._journal.close()
+
     def write(self, files: Sequence[int], tensors: Sequence[PlannedTensor]) -> None:
         """Write these files, and all slots of these tensors; returns when they are on disk."""
         for i in files:
             self._target.create(self._plan.files[i].path, self._plan.files[i].length_bytes)
-        try:
+        with self._journal.flushed():
             self._crew.run(self._tasks(files, tensors))
-        except BaseException:  # Ctrl-C too: what is done is recorded, and what went wrong first is told
-            with contextlib.suppress(StorageError):
-                self._journal.flush()
-            raise
-        self._journal.flush()
         self._crew.run(partial(self._complete, i) for i in files)
 
     def _tasks(self, files: Iterable[int], tensors: Iterable[PlannedTensor]) -> Iterator[Task]:

@@ -29,11 +29,16 @@ class RemoteWriter:
         self._crew = crew
         self._journal = journal
 
+    def close(self) -> None:
+        """Let go of the journal, whatever happened."""
+        self._journal.close()
+
     def write(self, files: Sequence[int], tensors: Sequence[PlannedTensor]) -> None:
         """Write these files, and digest these tensors; returns when the store has them."""
         done = self._journal.records
-        self._crew.run([partial(self._upload, i) for i in files if i not in done.files])
-        self._crew.run([partial(self._digest, t) for t in tensors if t.name not in done.tensors])
+        with self._journal.flushed():
+            self._crew.run([partial(self._upload, i) for i in files if i not in done.files])
+            self._crew.run([partial(self._digest, t) for t in tensors if t.name not in done.tensors])
 
     def _upload(self, i: int, flow: Flow) -> None:
         file = self._plan.files[i]

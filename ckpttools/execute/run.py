@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -14,6 +15,7 @@ from ckpttools.execute.readback import read_back
 from ckpttools.execute.records import Executed, Records, summarise
 from ckpttools.execute.remote import RemoteWriter
 from ckpttools.execute.space import require_space
+from ckpttools.gather import Watch
 from ckpttools.plan import Plan, PlannedTensor, segment_length
 from ckpttools.storage.local_target import LocalTarget
 from ckpttools.storage.source import Source
@@ -35,6 +37,7 @@ def run(
     overwrite: bool = False,
     verify: bool = False,
     finish: Finish | None = None,
+    watch: Watch | None = None,
 ) -> Executed:
     """Carry out a plan. The output is the same for any number of jobs, and for any number of interruptions.
 
@@ -47,7 +50,10 @@ def run(
         jobs: threads; each has `memory_bytes / jobs`.
         progress: told the bytes written (those of an earlier run first), in all `plan.bytes_written`, and as much again
             read back with `verify`; called by one thread at a time.
-        verify: read the output back and compare digests before it becomes visible; takes about one read of it.
+        finish: asked before anything becomes visible (on a local disk); what it raises stops that.
+        watch: shown every stretch of source bytes as it is read.
+        verify: read the output back and compare digests before it becomes visible; takes about one read of it. What is
+            still in the page cache is read from there: this finds bytes that went wrong on the way, not a failing disk.
 
     Raises:
         DestinationError: the destination exists (and not `overwrite`), cannot be written, or overlaps the source.
@@ -57,15 +63,20 @@ def run(
     """
     _require_fitting(plan, target)
     stop, report, jobs = threading.Event(), _one_at_a_time(progress), max(1, jobs)
-    try:
+    with contextlib.ExitStack() as ending:
+        ending.callback(target.close)
         target.begin(overwrite=overwrite, sources=(plan.source,))
         records = _resume(plan, target, algorithm)
         resumed = Records(dict(records.segments), dict(records.tensors), set(records.files))
         report(sum(segment_length(plan.files[i].segments[j]) for i, j in resumed.segments))
         share_bytes = memory_bytes // jobs // 2  # the other half is for casts, scattered slots and uploads
-        flows = [Flow(source, memory_bytes=share_bytes, algorithm=algorithm, stop=stop, progress=report) for _ in range(jobs)]
+        flows = [
+            Flow(source, memory_bytes=share_bytes, algorithm=algorithm, stop=stop, progress=report, watch=watch)
+            for _ in range(jobs)
+        ]
         crew = Crew(flows, stop)
         writer = _writer(plan, target, crew, records)
+        ending.callback(writer.close)
         for files, tensors in _phases(plan):
             writer.write(files, tensors)
             if verify:
@@ -73,8 +84,6 @@ def run(
         executed = summarise(plan, records, resumed, algorithm=algorithm, is_verified=verify)
         _add_files(plan, target, finish(executed) if finish else {})
         target.commit()
-    finally:
-        target.close()
     return executed
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from functools import cached_property
 
 from ckpttools.digest import Hasher
 from ckpttools.execute.records import SegmentRecord
@@ -32,7 +33,7 @@ class Sink:
             self._write(self._offset, piece)
             self._offset += len(piece)
 
-    @property
+    @cached_property
     def record(self) -> SegmentRecord:
-        """What is known of the bytes so far."""
+        """What is known of the bytes, to be asked when all have been taken."""
         return SegmentRecord(self._hasher.hexdigest(), self._crc)

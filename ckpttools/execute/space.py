@@ -11,7 +11,7 @@ from ckpttools.units import render_bytes
 def require_space(plan: Plan, space: Space) -> None:
     """Raise StorageError when a plan needs more than there is; what an earlier run left of it counts as there."""
     needed_bytes = max(0, plan.space_bytes - space.used_bytes)
-    if needed_bytes > space.free_bytes:
+    if space.free_bytes is not None and needed_bytes > space.free_bytes:
         raise StorageError(
             "not enough free space for the output",
             where=space.where,

@@ -15,14 +15,15 @@ from ckpttools.storage.source import storage_error
 WRITE_BYTES = 256 << 10
 """Longer writes were up to ten times slower: the kernel then looks for large folios and compacts memory for them."""
 _MAX_OPEN_FILES = 128
-_RESUMES = "free space or repair the storage and run the same command again; it goes on where this run stopped"
+_RESUMES = "then run the same command again: it goes on where this run stopped"
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
     """What the file system of a destination has room for."""
 
-    free_bytes: int
+    free_bytes: int | None
+    """None where the file system does not tell."""
     free_inodes: int | None
     """None where the file system does not count them."""
     used_bytes: int
@@ -77,5 +78,4 @@ class Handles:
 def write_error(e: Exception, where: str, offset: int | None = None) -> StorageError:
     """A failed write, with what to do: whatever it was, the next run goes on."""
     error = storage_error(e, where, offset)
-    resumes = any("next run" in hint for hint in error.hints)
-    return StorageError(error.message, where=error.where, hints=error.hints if resumes else (*error.hints, _RESUMES))
+    return StorageError(error.message, where=error.where, hints=(*error.hints, _RESUMES))

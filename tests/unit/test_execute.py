@@ -406,7 +406,7 @@ def raise_runtime_error():
 
 
 def test_the_source_is_refused_as_destination(case):
-    with pytest.raises(DestinationError, match="lies in the source"):
+    with pytest.raises(DestinationError, match=r"the destination (lies in|is) the source"):
         carry_out(case, case.plan(arrange(case)), case.source.location, overwrite=True)
 
 
@@ -470,8 +470,8 @@ def test_inodes_are_asked_for_too(case):
     assert (e.value.expected, e.value.found) == (f"{plan.inodes} free", "2 free")
 
 
-def test_a_file_system_that_does_not_count_inodes_has_enough(case):
-    require_space(case.plan(arrange(case)), replace(SPACE, free_inodes=None))
+def test_a_file_system_that_does_not_count_has_enough(case):
+    require_space(case.plan(arrange(case)), replace(SPACE, free_bytes=None, free_inodes=None))
 
 
 def test_what_an_earlier_run_left_counts_as_room(case):
