@@ -108,7 +108,6 @@ TABLE: tuple[Code, ...] = (
         "two parts of a container disagree about something that does not change a tensor",
         "none needed for the tensors; the file was altered after it was written",
     ),
-    Code("missing-extra", ERROR, "an optional package is needed to decode this", "install the extra named"),
     # tensors
     Code("uncovered", ERROR, "elements of a tensor that no piece holds", _GOOD_COPY, True),
     Code("pieces-overlap", ERROR, "elements of a tensor that two pieces hold", _GOOD_COPY),

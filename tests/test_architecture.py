@@ -34,7 +34,7 @@ BLOCKS: tuple[tuple[str, ...], ...] = (
     ("layouts.base", "layouts.checks", "layouts.families"),
     ("layouts.*",),
     ("layouts",),
-    ("gather", "digest", "cast", "seal", "plan"),
+    ("gather", "digest", "cast", "seal", "plan", "checksums"),
     ("execute",),
     ("operations", "snapshots"),
     ("cli",),

@@ -58,7 +58,11 @@ class LazyCommands(click.Group):
         try:
             extra["standalone_mode"] = False
             result = super().main(words, *pos, **extra)
+            render.flush()
             sys.exit(int(result) if isinstance(result, int) else ExitCode.OK)
+        except click.exceptions.NoArgsIsHelpError as e:
+            render.write_line(e.format_message())
+            sys.exit(ExitCode.USAGE)
         except click.UsageError as e:
             render.write_usage_error(e)
             sys.exit(ExitCode.USAGE)
@@ -71,9 +75,6 @@ class LazyCommands(click.Group):
         except (KeyboardInterrupt, click.Abort):
             render.write_line("ckpttools: interrupted")
             sys.exit(ExitCode.INTERRUPTED)
-        except BrokenPipeError:
-            render.discard_stdout()
-            sys.exit(ExitCode.OK)
         except Exception as e:  # a fault of ours: one line, and the traceback for those who ask
             if is_verbose:
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 import click
@@ -10,6 +11,7 @@ from ckpttools.cli import documents, options, render
 from ckpttools.cli.session import take_snapshot
 from ckpttools.dtypes import DType, parse_dtype
 from ckpttools.errors import ExitCode
+from ckpttools.findings import CODES
 from ckpttools.units import render_bytes_short
 
 if TYPE_CHECKING:
@@ -40,11 +42,27 @@ def _dtype(_ctx: click.Context, _param: click.Parameter, value: str | None) -> D
     return found
 
 
+def _codes(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    for code in values:
+        if code not in CODES:
+            near = ", ".join(get_close_matches(code, CODES)) or "see docs/reference/findings.md"
+            raise click.BadParameter(f"no finding has the code `{code}` ({near})")
+    return values
+
+
+def _require_one_size(dst: str, format_: str | None, *, is_single_file: bool) -> None:
+    """Refuse a shard size where there is only one file for it to divide."""
+    source = click.get_current_context().get_parameter_source("max_shard_size")
+    is_one = is_single_file or format_ == "torch" or dst.endswith((".safetensors", ".pt", ".pth", ".bin", ".ckpt"))
+    if is_one and source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT"):
+        raise click.UsageError("--max-shard-size divides safetensors output into several files, and here there is one")
+
+
 @click.command("consolidate", epilog=_EPILOG)
 @click.argument("src", metavar="SRC")
 @click.argument("dst", metavar="DST")
 @click.option("--format", "format_", type=click.Choice(["safetensors", "torch"]), help="By DST's suffix, else safetensors.")
-@click.option("--max-shard-size", type=options.SIZE, default="5GB", help="Start another safetensors file beyond this size.")
+@options.max_shard_size
 @click.option("--single-file", is_flag=True, help="One file, whatever its size.")
 @click.option("--dtype", callback=_dtype, metavar="DTYPE", help="Cast floating-point tensors, rounding to nearest even.")
 @click.option("--include", multiple=True, metavar="GLOB", help="Take the tensors that match, of every family.")
@@ -57,8 +75,10 @@ def _dtype(_ctx: click.Context, _param: click.Parameter, value: str | None) -> D
     help="The model's tensors alone, or all families and objects.  [default: weights for safetensors, everything for torch]",
 )
 @click.option("--expand-tied", is_flag=True, help="Write tied tensors under each of their names.")
-@click.option("--allow-findings", multiple=True, metavar="CODE", help="Go on in spite of errors with this code in SRC.")
-@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+@click.option(
+    "--allow-findings", multiple=True, metavar="CODE", callback=_codes, help="Go on in spite of errors with this code in SRC."
+)
+@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing; DST is not looked at.")
 @click.option("--overwrite", is_flag=True, help="Replace DST, once the new one is complete.")
 @click.option("--no-verify", is_flag=True, help="Do not read the output back.")
 @options.json_output
@@ -98,6 +118,7 @@ def command(
     from ckpttools.operations.convert import consolidate
     from ckpttools.operations.select import Choice, Renaming
 
+    _require_one_size(dst, format_, is_single_file=single_file)
     choice = Choice(include, exclude, weights_only, Renaming.parse(strip_prefix, rename), expand_tied)
     location = take_snapshot(src)
     with render.late_progress("writing", is_quiet=quiet, is_verbose=verbose) as (report, set_total):
@@ -136,7 +157,8 @@ def _write_plan(conversion: Conversion) -> None:
     for line in render.table(rows, right=(0, 1)):
         render.write_data(line)
     plan = conversion.plan
-    render.write_data(f"{render_bytes_short(plan.bytes_written)} would be written to {conversion.destination}")
+    needs = f"{render_bytes_short(plan.space_bytes)} and {plan.inodes} inodes of free space are needed"
+    render.write_data(f"{render_bytes_short(plan.bytes_written)} would be written to {conversion.destination}; {needs}")
 
 
 def _write_summary(conversion: Conversion) -> None:
@@ -150,6 +172,8 @@ def _write_summary(conversion: Conversion) -> None:
     tensors, files = render.count(len(plan.tensors), "tensor"), render.count(len(plan.files), "file")
     counts_text = f"{tensors}, {render_bytes_short(plan.bytes_written)} in {files}"
     left = f"; {render.count(len(conversion.selection.left), 'tensor')} not taken" if conversion.selection.left else ""
+    if conversion.resumed_bytes:
+        render.write_data(f"resumed: {render_bytes_short(conversion.resumed_bytes)} were written by an earlier run")
     render.write_data(f"wrote {conversion.destination}: {counts_text}{left}")
     if seal is not None:
         render.write_data(f"{seal.fingerprint}  fingerprint")

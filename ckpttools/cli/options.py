@@ -32,6 +32,12 @@ SIZE = Size()
 _LEAST_MEMORY_BYTES = 8 << 20
 
 
+def _shard_bytes(_ctx: click.Context, _param: click.Parameter, value: int) -> int:
+    if value <= 0:
+        raise click.BadParameter("a shard holds at least one byte")
+    return value
+
+
 def _memory(_ctx: click.Context, _param: click.Parameter, value: int) -> int:
     if value < _LEAST_MEMORY_BYTES:
         raise click.BadParameter("at least 8MiB are needed")
@@ -48,6 +54,13 @@ json_output = click.option("--json", "is_json", is_flag=True, help="Print one JS
 jobs = click.option("--jobs", "-j", type=click.IntRange(1, 256), default=default_jobs, show_default="processors", help="Threads.")
 memory = click.option(
     "--memory", type=SIZE, default="256MiB", callback=_memory, help="Bound on the buffers of all threads together."
+)
+max_shard_size = click.option(
+    "--max-shard-size",
+    type=SIZE,
+    default="5GB",
+    callback=_shard_bytes,
+    help="Start another safetensors file beyond this size.",
 )
 verbose = click.option("--verbose", "-v", is_flag=True, help="Say more; tracebacks of unexpected errors.")
 quiet = click.option("--quiet", "-q", is_flag=True, help="No progress, and no text when all is well.")

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -25,13 +25,41 @@ _MAX_FINDINGS = 200
 
 def write_data(text: str) -> None:
     """A line of the answer. Names may hold lone surrogates, which no stream takes; they are escaped."""
-    sys.stdout.write(text.encode("utf-8", "backslashreplace").decode() + "\n")
+    _emit(text.encode("utf-8", "backslashreplace").decode() + "\n")
 
 
 def write_json(document: dict[str, Any]) -> None:
     """The answer as one JSON document."""
-    json.dump(document, sys.stdout, indent=1)
-    sys.stdout.write("\n")
+    _emit(json.dumps(document, indent=1) + "\n")
+
+
+def _emit(text: str) -> None:
+    """Write to standard output; a reader that went away (`| head`) changes nothing about the answer or its exit status."""
+    if sys.stdout is None:  # closed by the caller
+        return
+    try:
+        sys.stdout.write(text)
+    except BrokenPipeError:
+        _discard_stdout()
+    except OSError as e:
+        raise _unwritable(e) from e
+
+
+def flush() -> None:
+    """Send what is buffered. Raises CkpttoolsError when standard output does not take it."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_stdout()
+    except OSError as e:
+        raise _unwritable(e) from e
+
+
+def _unwritable(e: OSError) -> CkpttoolsError:
+    _discard_stdout()
+    return CkpttoolsError(f"standard output cannot be written: {e.strerror}", hints=["the answer is not complete; run it again"])
 
 
 def write_line(text: str) -> None:
@@ -103,9 +131,10 @@ def write_internal_error(e: Exception) -> None:
     write_line("  hint: run again with -v for the traceback, and report it")
 
 
-def discard_stdout() -> None:
+def _discard_stdout() -> None:
     """Nobody reads the answer any more; keep the interpreter from complaining at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

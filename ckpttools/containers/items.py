@@ -17,7 +17,7 @@ from ckpttools.containers.torch_extents import Expansion, locate_tensor
 from ckpttools.containers.torch_file import TorchFile, read_torch_file
 from ckpttools.containers.torch_values import MalformedError, read_tensor
 from ckpttools.containers.trees import persistent_ids
-from ckpttools.errors import MissingExtraError, StorageError
+from ckpttools.errors import StorageError
 from ckpttools.findings import Finding
 from ckpttools.model import Checkpoint, Extent, Piece, StoredChecksum, TensorEntry
 from ckpttools.pickles.views import kind_of
@@ -75,13 +75,9 @@ def _open_items(source: Source, items: Sequence[tuple[Extent, str, TensorEntry |
         try:
             region = _region(source, extent)
             file = read_torch_file(region)
-        except MissingExtraError as e:
-            hint = e.hints[0] if e.hints else ""
-            opened.findings.append(Finding("missing-extra", extent.file, f"{name} decoded", e.message, hint))
-            return opened
         except StorageError as e:
             where = f"{name} in {e.where or extent.file}"
-            opened.findings.append(Finding("unreadable-file", where, e.expected or "readable bytes", e.found or e.message))
+            opened.findings.append(Finding(e.finding_code, where, e.expected or "readable bytes", e.found or e.message))
             continue
         opened.findings += [replace(f, where=f"{name}: {f.where}") for f in file.findings]
         opened.checksums += [replace(c, label=f"{name}: {c.label}") for c in file.checksums]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ckpttools.digest import TensorDigest
 from ckpttools.errors import FindingsError, NotRecognisedError
-from ckpttools.findings import NOTE, Finding
+from ckpttools.findings import NOTE, WARNING, Finding
 from ckpttools.layouts import SEAL_NAME, open_snapshot
 from ckpttools.operations.scan import scan
 from ckpttools.seal import Seal, SealError, parse_seal
@@ -27,6 +27,8 @@ class Side:
     """Groups of names that are one tensor, though only one of them may be stored."""
     unread: frozenset[str] = frozenset()
     """Names that are there and could not be read; what is wrong with them was said."""
+    findings: tuple[Finding, ...] = ()
+    """What is wrong with this side itself."""
 
     @classmethod
     def of_seal(cls, seal: Seal, label: str) -> Side:
@@ -37,16 +39,14 @@ class Side:
 def open_side(location: str, *, algorithm: str, jobs: int, memory_bytes: int) -> Side:
     """What is at a location: a seal or hash list as it is, a snapshot's tensors with digests by `algorithm`.
 
-    Raises: FindingsError: when a snapshot is too damaged to be compared with. NotFoundError, StorageError,
-        NotRecognisedError: when it is neither.
+    A snapshot that is damaged is compared all the same, and what is wrong with it is told as a warning.
+
+    Raises: FindingsError: for a seal that was changed. NotFoundError, StorageError, NotRecognisedError: when it is neither.
     """
     listed = _read_list(location)
     if listed is not None:
         return Side.of_seal(listed, location)
     snapshot = open_snapshot(location, is_located=True)
-    errors = [f for f in snapshot.checkpoint.findings if f.is_error]
-    if errors:
-        raise FindingsError(f"cannot compare with a damaged snapshot: {location}", errors)
     scanned = scan(
         snapshot.source,
         snapshot.checkpoint,
@@ -56,9 +56,11 @@ def open_side(location: str, *, algorithm: str, jobs: int, memory_bytes: int) ->
         jobs=jobs,
         memory_bytes=memory_bytes,
     )
-    if scanned.findings:
-        raise FindingsError(f"cannot compare with a damaged snapshot: {location}", scanned.findings)
-    return Side(location, algorithm, tuple(scanned.digests.values()), snapshot.checkpoint.aliases)
+    errors = [f for f in (*snapshot.checkpoint.findings, *scanned.findings) if f.is_error]
+    told = tuple(replace(f, where=f"{f.where} of {location}", severity=WARNING) for f in errors)
+    digests = tuple(scanned.digests.values())
+    unread = frozenset(t.name for t in snapshot.checkpoint.tensors if t.name not in scanned.digests)
+    return Side(location, algorithm, digests, snapshot.checkpoint.aliases, unread, told)
 
 
 def _read_list(location: str) -> Seal | None:
@@ -99,7 +101,7 @@ def compare(mine: Side, other: Side, *, allow_missing: bool = False) -> list[Fin
         elif name not in mine.unread:
             findings.append(Finding("missing-tensor", name, f"{_what(expected)}, as in {other.label}", f"not in {mine.label}"))
     for name, found in here.items():
-        if name not in there and _under_alias(name, there, groups) is None:
+        if name not in there and name not in other.unread and _under_alias(name, there, groups) is None:
             findings.append(Finding("extra-tensor", name, f"nothing, as in {other.label}", f"{_what(found)} in {mine.label}"))
     if allow_missing:
         one_sided = ("missing-tensor", "extra-tensor")

@@ -15,14 +15,17 @@ from ckpttools.cast import CastCounts, require_castable
 from ckpttools.containers.trees import sequence_branches
 from ckpttools.digest import TensorDigest, digest_bytes
 from ckpttools.dtypes import DType
-from ckpttools.errors import FindingsError, UsageError
+from ckpttools.errors import DestinationError, FindingsError, UsageError
 from ckpttools.execute import Executed, run
+from ckpttools.execute.run import Finish
 from ckpttools.findings import Finding
-from ckpttools.layouts import SEAL_NAME, Snapshot, open_snapshot, safetensors, torch
+from ckpttools.layouts import SEAL_NAME, Snapshot, open_snapshot, safetensors, sniff, torch
 from ckpttools.model import ArrangedFile, Arrangement, FileEntry, Path, TensorSpec
+from ckpttools.operations.prove import SourceProof
 from ckpttools.operations.select import Choice, Selection, select
 from ckpttools.plan import Plan
 from ckpttools.seal import Seal, SealedFile, SealedPiece, render_seal
+from ckpttools.storage.source import exists, is_url, open_source
 from ckpttools.storage.target import open_target
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -76,15 +79,14 @@ def consolidate(
     Args:
         destination: a directory, or a file when its suffix says so (`.safetensors`, `.pt`, ...).
         choice: which tensors, under which names; the model's for safetensors and everything for torch unless given.
-        format: `safetensors` or `torch`; by the destination's suffix unless given.
         max_shard_bytes: start another safetensors file beyond it; None for one file whatever its size.
-        dtype: cast floating-point tensors to it.
         allowed_findings: codes of errors in the source to go on in spite of.
 
     Raises: FindingsError: when the source is not whole. ConversionError: when it cannot be done as asked.
         DestinationError, LockedError, StorageError: when it cannot be written.
     """
     format, is_file = _target_kind(destination, format)
+    _require_replaceable(destination, is_file=is_file, is_overwriting=is_overwriting)
     snapshot = open_snapshot(location, is_located=True)
     _require_whole(snapshot, allowed_findings)
     conversion = _plan(snapshot, destination, choice or Choice(), format, None if is_file else max_shard_bytes, dtype, is_file)
@@ -92,13 +94,12 @@ def consolidate(
         on_plan(conversion.plan)
     if is_dry_run:
         return conversion
-    name = destination.rstrip("/").rpartition("/")[2]
+    proof = SourceProof(
+        snapshot, list(conversion.selection.tensors.values()), allowed_findings, jobs=jobs, memory_bytes=memory_bytes
+    )
+    if is_url(destination):  # there the output becomes visible as it is written, so the source is proved first
+        proof.read_first()
     sealed: list[Seal] = []
-
-    def finish(executed: Executed) -> dict[str, bytes]:
-        sealed.append(_seal(conversion, snapshot, executed))
-        return {f"{name}.{SEAL_NAME}" if is_file else SEAL_NAME: render_seal(sealed[0])}
-
     executed = run(
         conversion.plan,
         snapshot.source,
@@ -108,11 +109,33 @@ def consolidate(
         progress=progress,
         overwrite=is_overwriting,
         verify=is_verifying,
-        finish=finish,
+        finish=_finisher(conversion, snapshot, proof, sealed),
+        watch=proof.watch,
     )
     _require_readable(conversion)
+    return _with_results(conversion, executed, sealed[0])
+
+
+def _finisher(conversion: Conversion, snapshot: Snapshot, proof: SourceProof, sealed: list[Seal]) -> Finish:
+    """What is done when all is written and nothing is visible yet: prove the source, and seal."""
+
+    def finish(executed: Executed) -> dict[str, bytes]:
+        proof.require({conversion.plan.tensors[t.spec.name].source.name: t.source_digest for t in executed.tensors})
+        sealed.append(_seal(conversion, snapshot, executed))
+        return {_seal_name(conversion): render_seal(sealed[0])}
+
+    return finish
+
+
+def _seal_name(conversion: Conversion) -> str:
+    """In a directory, or beside a single file."""
+    name = conversion.destination.rstrip("/").rpartition("/")[2]
+    return f"{name}.{SEAL_NAME}" if conversion.is_file else SEAL_NAME
+
+
+def _with_results(conversion: Conversion, executed: Executed, seal: Seal) -> Conversion:
     casts = {t.spec.name: t.counts for t in executed.tensors if t.counts is not None}
-    return replace(conversion, seal=sealed[0], casts=casts, resumed_bytes=executed.resumed_bytes)
+    return replace(conversion, seal=seal, casts=casts, resumed_bytes=executed.resumed_bytes)
 
 
 def _plan(
@@ -151,6 +174,25 @@ def _target_kind(destination: str, format: str | None) -> tuple[str, bool]:
     if format is not None and format != _FILE_SUFFIXES[suffix]:
         raise UsageError(f"--format {format} does not go with a file named *{suffix}: {destination}")
     return _FILE_SUFFIXES[suffix], True
+
+
+def _require_replaceable(destination: str, *, is_file: bool, is_overwriting: bool) -> None:
+    """What can be told of a destination before anything is read: it is named, and what would be replaced is an output.
+
+    A directory with other things in it is not replaced even with --overwrite: an empty variable in a script would
+    otherwise cost a home directory.
+    """
+    if not destination:
+        raise UsageError("the destination has no name")
+    seal = f"{destination}.{SEAL_NAME}"
+    if is_file and not is_overwriting and exists(seal) and not exists(destination):
+        raise DestinationError(f"a seal is there already: {seal}", hints=["pass --overwrite to replace it"])
+    if not is_file and is_overwriting and exists(destination):
+        source, file = open_source(destination)
+        listing = source.listing()
+        if not file and len(listing) and SEAL_NAME not in listing and not sniff(source, listing):
+            names = ", ".join(f.path for f in list(listing)[:4])
+            raise DestinationError(f"not a checkpoint, so not replaced: {destination}", found=names)
 
 
 def _require_whole(snapshot: Snapshot, allowed: Sequence[str]) -> None:

@@ -6,26 +6,23 @@ last and its CRC-32 falls out of the reads that the digests need. A record that 
 
 from __future__ import annotations
 
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import local
 
+from ckpttools.checksums import ChecksumIndex, ChecksumWatch
 from ckpttools.digest import Hasher, TensorDigest, new_hasher
-from ckpttools.dtypes import BY_NAME
 from ckpttools.errors import FindingsError, StorageError
 from ckpttools.findings import Finding
 from ckpttools.gather import Gather
-from ckpttools.model import Box, Checkpoint, Encoding, Extent, Piece, StoredChecksum, TensorEntry, TensorSpec
+from ckpttools.model import Box, Checkpoint, Extent, Piece, StoredChecksum, TensorEntry
 from ckpttools.operations.values import ValueReport, count_unusual
 from ckpttools.storage.source import Source
 
 Progress = Callable[[int], None]
 """Is told how many further bytes were done."""
-
-_Record = tuple[str, "Encoding | None"]
 
 
 @dataclass(slots=True)
@@ -115,18 +112,14 @@ def _position(place: Extent | StoredChecksum) -> int:
 
 def _groups(tensors: Sequence[TensorEntry], checksums: Sequence[StoredChecksum]) -> list[_Group]:
     """Connected components of tensors and checksummed records, in file order; names of one stored tensor go together."""
-    records: dict[_Record, _Records] = defaultdict(lambda: _Records([]))
-    for number, checksum in enumerate(checksums):
-        records[checksum.file, checksum.encoding].places.append((checksum.offset, checksum.offset + checksum.length, number))
-    for places in records.values():
-        places.places.sort()
+    index = ChecksumIndex(checksums)
     union = _Union(len(tensors) + len(checksums))
     first: dict[tuple[Piece, ...], int] = {}
     for i, entry in enumerate(tensors):
         if entry.pieces:
             union.join(first.setdefault(entry.pieces, i), i)
         for piece in entry.pieces:
-            holding = records[piece.extent.file, piece.extent.encoding].holding(piece.extent) if checksums else None
+            holding = index.holding(piece.extent)
             if holding is not None:
                 union.join(i, len(tensors) + holding)
     groups: dict[int, _Group] = defaultdict(_Group)
@@ -140,27 +133,6 @@ def _groups(tensors: Sequence[TensorEntry], checksums: Sequence[StoredChecksum])
     for group in groups.values():
         group.tensors.sort(key=lambda t: [(p.extent.file, p.extent.offset) for p in t.pieces[:1]])
     return sorted((*groups.values(), *loose.values()), key=lambda g: g.place)
-
-
-@dataclass(slots=True)
-class _Records:
-    """Checksummed stretches of one file, in order."""
-
-    places: list[tuple[int, int, int]]
-
-    def holding(self, extent: Extent) -> int | None:
-        """The number of the checksum whose stretch holds an extent."""
-        low, high = 0, len(self.places)
-        while low < high:
-            middle = (low + high) // 2
-            if self.places[middle][1] <= extent.offset:
-                low = middle + 1
-            else:
-                high = middle
-        for start, stop, number in self.places[low : low + 1]:
-            if extent.length and start <= extent.offset and extent.offset + extent.length <= stop:
-                return number
-        return None
 
 
 class _Union:
@@ -179,15 +151,6 @@ class _Union:
         self._parent[self.root(j)] = self.root(i)
 
 
-@dataclass(slots=True)
-class _Running:
-    """A CRC-32 that grows as the bytes of its record happen to pass in order."""
-
-    checksum: StoredChecksum
-    next_offset: int
-    value: int = 0
-
-
 class _Worker:
     """Handles one group with one thread's buffers."""
 
@@ -196,13 +159,11 @@ class _Worker:
         self._gather = gather
         self._want = want
         self._progress = progress
-        self._running: dict[tuple[str, Encoding | None, int], _Running] = {}
-        """By where the next byte is that its CRC-32 needs."""
+        self._checksums = ChecksumWatch(())
         self.result = Scan()
 
     def run(self, group: _Group) -> Scan:
-        everything = [_Running(c, c.offset) for c in group.checksums]
-        self._running = {(r.checksum.file, r.checksum.encoding, r.next_offset): r for r in everything if r.checksum.length}
+        self._checksums = ChecksumWatch(group.checksums)
         known: dict[object, str] = {}
         for entry in group.tensors:
             identity = (entry.spec.dtype, entry.spec.shape, entry.pieces)
@@ -214,8 +175,7 @@ class _Worker:
                 self.result.digests[entry.name] = TensorDigest.of(entry.spec, digest)
             if self._want.has_replicas and entry.replicas:
                 self._compare_replicas(entry)
-        for running in everything:
-            self._finish(running)
+        self.result.findings += self._checksums.finish(self._gather, self._done)
         return self.result
 
     def _digest(self, entry: TensorEntry) -> str | None:
@@ -223,7 +183,7 @@ class _Worker:
         hasher = new_hasher(self._want.algorithm)
         report = ValueReport() if self._want.looks_at_values else None
         try:
-            for tile in self._gather.stream(entry, watch=self._watch if self._running else None):
+            for tile in self._gather.stream(entry, watch=self._checksums.watch if self._checksums else None):
                 hasher.update(tile)
                 if report is not None:
                     count_unusual(tile, entry.spec.dtype, report)
@@ -236,7 +196,7 @@ class _Worker:
         except StorageError as e:
             found = e.found or e.message
             self.result.findings.append(
-                Finding("unreadable-file", f"{entry.name} in {e.where}", e.expected or "readable bytes", found)
+                Finding(e.finding_code, f"{entry.name} in {e.where}", e.expected or "readable bytes", found)
             )
             return None
         if report is not None:
@@ -270,44 +230,12 @@ class _Worker:
                 continue
             except StorageError as e:
                 where = f"a copy of {entry.name} in {e.where}"
-                self.result.findings.append(
-                    Finding("unreadable-file", where, e.expected or "readable bytes", e.found or e.message)
-                )
+                self.result.findings.append(Finding(e.finding_code, where, e.expected or "readable bytes", e.found or e.message))
                 continue
             if found != expected[replica.box]:
                 first = next((p for p in entry.pieces if p.box == replica.box), entry.pieces[0])
                 where = f"{entry.name} at {list(replica.box.offsets)} in {_copy_name(first)} and {_copy_name(replica)}"
                 self.result.findings.append(Finding("replica-mismatch", where, expected[replica.box], found))
-
-    def _watch(self, file: str, encoding: Encoding | None, offset: int, view: memoryview) -> None:
-        running = self._running.pop((file, encoding, offset), None)
-        if running is not None:
-            room = running.checksum.offset + running.checksum.length - offset
-            running.value = zlib.crc32(view[:room], running.value)
-            running.next_offset += min(len(view), room)
-            self._running[file, encoding, running.next_offset] = running
-
-    def _finish(self, running: _Running) -> None:
-        """The rest of a record that the digests did not need, and the verdict on it."""
-        checksum = running.checksum
-        stop = checksum.offset + checksum.length
-        entry = _raw_entry(checksum, running.next_offset)
-        try:
-            if running.next_offset < stop:
-                for tile in self._gather.stream(entry):
-                    running.value = zlib.crc32(tile, running.value)
-                    self._done(len(tile))
-        except StorageError as e:
-            self.result.findings.append(
-                Finding(
-                    "unreadable-file", f"`{checksum.label}` in {e.where}", e.expected or "readable bytes", e.found or e.message
-                )
-            )
-            return
-        if running.value != checksum.expected:
-            where = f"`{checksum.label}` in {checksum.file} at byte {_position(checksum)}"
-            expected, found = f"CRC-32 {checksum.expected:08x}", f"{running.value:08x}"
-            self.result.findings.append(Finding("checksum-mismatch", where, expected, found))
 
     def _done(self, length_bytes: int) -> None:
         self.result.bytes_read += length_bytes
@@ -322,11 +250,3 @@ def _alone(entry: TensorEntry, piece: Piece) -> TensorEntry:
 
 def _copy_name(piece: Piece) -> str:
     return piece.extent.file if piece.rank is None else f"{piece.extent.file} (rank {piece.rank})"
-
-
-def _raw_entry(checksum: StoredChecksum, start: int) -> TensorEntry:
-    """The rest of a checksummed stretch as a tensor of bytes, so that it is read like everything else."""
-    length = checksum.offset + checksum.length - start
-    spec = TensorSpec(checksum.label, BY_NAME["uint8"], (length,))
-    extent = Extent(checksum.file, start, length, encoding=checksum.encoding)
-    return TensorEntry(spec, (checksum.label,), (Piece(spec.box, extent),))

@@ -111,7 +111,7 @@ def _read_all(
         snapshot.checkpoint,
         algorithm=algorithm,
         pieces=pieces,
-        checksums=pieces,
+        checksums=True,
         replicas=pieces,
         jobs=jobs,
         memory_bytes=memory_bytes,

@@ -90,9 +90,9 @@ def select(checkpoint: Checkpoint, choice: Choice, *, is_weights_only_by_default
     if parts:
         names = sorted({t.name.rpartition("::")[0] for t in parts})
         raise ConversionError(
-            f"not a dense tensor: {names[0]}: {parts[0].part_of}",
+            f"not a dense tensor: {parts[0].name.rpartition('::')[0]}: {parts[0].part_of}",
             found=f"{len(names)} such tensors",
-            hints=[" ".join(f"--exclude '{n}*'" for n in names[:4])],
+            hints=[" ".join(f"--exclude '{n}*'" for n in names[:8])],
         )
     kept_of = {} if choice.is_expanding_tied else _tied(checkpoint, {t.name for t in chosen})
     tensors: dict[str, TensorEntry] = {}

@@ -92,6 +92,7 @@ def validate(
         findings += _check_seal(snapshot, seal, scanned, depth, memory_bytes)
     if other is not None:  # sealed by one algorithm and compared by another takes a second pass
         again = scanned if other.algorithm == algorithm else read_all(other.algorithm, is_checking=False)
+        findings += other.findings
         findings += compare(_side(snapshot, again, other.algorithm, seal), other, allow_missing=allow_missing)
     return _validation(snapshot.checkpoint, depth, findings, scanned, is_sealed=seal is not None)
 
@@ -179,7 +180,7 @@ def _check_file_digest(source: Source, file: SealedFile, algorithm: str) -> list
     try:
         digest = digest_file(source, file.path, file.length_bytes, algorithm)
     except StorageError as e:
-        return [Finding("unreadable-file", file.path, "readable bytes", e.message)]
+        return [Finding(e.finding_code, file.path, e.expected or "readable bytes", e.found or e.message)]
     return [] if digest == file.digest else [Finding("digest-mismatch", file.path, file.digest, digest)]
 
 

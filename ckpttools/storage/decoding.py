@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from typing import IO, Protocol, cast
 
-from ckpttools.errors import MissingExtraError, StorageError
+from ckpttools.errors import BadStreamError, MissingExtraError, StorageError
 from ckpttools.model import Encoding
 from ckpttools.storage.source import Source, read
 
@@ -118,4 +118,4 @@ class DecodedStream:
 
     def _bad(self, what: str, expected: str, found: str) -> StorageError:
         where = f"{self._file} at byte {self._encoding.offset}"
-        return StorageError(f"a {self._encoding.codec} stream {what}", where=where, expected=expected, found=found)
+        return BadStreamError(f"a {self._encoding.codec} stream {what}", where=where, expected=expected, found=found)

@@ -6,7 +6,7 @@ import contextlib
 import os
 
 from ckpttools.errors import DestinationError
-from ckpttools.storage.source import filesystem, is_url, storage_error
+from ckpttools.storage.source import filesystem, is_url, local_path, storage_error
 
 
 def write_document(location: str, data: bytes, *, is_overwriting: bool = False) -> None:
@@ -17,6 +17,7 @@ def write_document(location: str, data: bytes, *, is_overwriting: bool = False) 
     if is_url(location):
         _put_object(location, data, is_overwriting=is_overwriting)
         return
+    location = local_path(location)
     if os.path.isdir(location) or (os.path.lexists(location) and not is_overwriting):
         raise DestinationError("a file is there already", where=location, hints=["pass --overwrite to replace it"])
     partial = f"{location}.{os.getpid()}.partial"

@@ -17,7 +17,7 @@ import stat
 from collections.abc import Collection, Iterator, Sequence
 
 from ckpttools.errors import DestinationError, LockedError, StorageError
-from ckpttools.storage.source import is_url, storage_error
+from ckpttools.storage.source import is_url, local_path, storage_error
 from ckpttools.storage.writing import WRITE_BYTES, Handles, Space, write_error
 
 
@@ -31,7 +31,7 @@ class LocalTarget:
     def __init__(self, location: str, *, is_file: bool = False) -> None:
         self.location = location
         self.is_file = is_file
-        self._destination = os.path.realpath(location.removeprefix("file://"))
+        self._destination = os.path.realpath(local_path(location))
         self._parent, self._name = os.path.split(self._destination)
         self._partial = os.path.join(self._parent, f".{self._name}.ckpttools-partial")
         self._old = os.path.join(self._parent, f".{self._name}.ckpttools-old")
@@ -61,10 +61,15 @@ class LocalTarget:
         """A source is never written to, nor deleted with the directory around it."""
         if not self._name:
             raise DestinationError(f"the destination is the root of the file system: {self.location}")
+        here = os.path.realpath(os.curdir)
+        if not self.is_file and _is_inside(here, self._destination):
+            raise DestinationError(f"the destination is the working directory or one above it: {self.location}")
         for source in sources:
             if is_url(source):
                 continue
-            real = os.path.realpath(source)
+            real = os.path.realpath(local_path(source))
+            if real == self._destination:
+                raise DestinationError(f"the destination is the source: {self.location}")
             if _is_inside(self._destination, real):
                 raise DestinationError(f"the destination lies in the source: {self.location}", found=source)
             if _is_inside(real, self._destination):
@@ -185,8 +190,8 @@ class LocalTarget:
             used = 0
             for directory, _, names in os.walk(self._files):
                 used += sum(os.stat(os.path.join(directory, name)).st_blocks * 512 for name in names)
-        free_inodes = status.f_favail if status.f_files else None
-        return Space(status.f_bavail * status.f_frsize, free_inodes, used, self._parent)
+        free_bytes = status.f_bavail * status.f_frsize if status.f_blocks else None
+        return Space(free_bytes, status.f_favail if status.f_files else None, used, self._parent)
 
     def length_bytes(self, path: str) -> int | None:
         """See `Target.length_bytes`."""
@@ -290,11 +295,11 @@ class LocalTarget:
         """See `Target.close`."""
         if self._lock_fd is None:
             return
-        with _storage_errors(self._partial):
+        with contextlib.suppress(OSError):  # what must not fail was flushed before, and why the run ended counts more
             self._handles.close()
             if not any(names for _, _, names in os.walk(self._files)):
                 self._clear()  # nothing was written, so nothing is left
-            os.close(self._lock_fd)
+        os.close(self._lock_fd)
         self._lock_fd = None
 
     def _clear(self) -> None:

@@ -16,10 +16,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
+from urllib.parse import unquote
 
-from ckpttools.errors import MissingExtraError, NotFoundError, StorageError
+from ckpttools.errors import MissingExtraError, NotFoundError, ShortReadError, StorageError
 
 _MAX_DEPTH = 4
+_LOCAL_SCHEMES = ("file", "local")
 _MAX_OPEN_FILES = 128
 
 
@@ -91,9 +93,17 @@ def read(source: Source, file: str, offset: int, length: int) -> bytes:
 
 
 def is_url(location: str) -> bool:
-    """Whether `location` names an object store or another fsspec file system."""
+    """Whether `location` names an object store or another fsspec file system; `file://` is a path like any other."""
     scheme, separator, _ = location.partition("://")
-    return bool(separator) and len(scheme) > 1
+    return bool(separator) and len(scheme) > 1 and scheme.lower() not in _LOCAL_SCHEMES
+
+
+def local_path(location: str) -> str:
+    """The path that a location which is no URL stands for: itself, or what a `file://` URL names."""
+    scheme, separator, rest = location.partition("://")
+    if not separator or scheme.lower() not in _LOCAL_SCHEMES:
+        return location
+    return unquote(rest.removeprefix("localhost") if rest.startswith("localhost/") else rest)
 
 
 def open_source(location: str) -> tuple[Source, str]:
@@ -105,7 +115,7 @@ def open_source(location: str) -> tuple[Source, str]:
     """
     if is_url(location):
         return _open_url(location)
-    location = location.removeprefix("file://")
+    location = local_path(location)
     try:
         mode = os.stat(location).st_mode
     except OSError as e:
@@ -120,9 +130,18 @@ def open_source(location: str) -> tuple[Source, str]:
     return LocalSource(directory or ".", only=name), name
 
 
+def exists(location: str) -> bool:
+    """Whether anything is at a location. Raises StorageError when that cannot be told."""
+    try:
+        open_source(location)
+    except NotFoundError:
+        return False
+    return True
+
+
 def absolute(location: str) -> str:
     """`location` spelled so that it does not depend on the working directory."""
-    return location if is_url(location) else os.path.abspath(location)
+    return location if is_url(location) else os.path.abspath(local_path(location))
 
 
 class LocalSource:
@@ -303,7 +322,7 @@ def _modified_s(info: dict[str, Any]) -> float | None:
 
 
 def _short_read(file: str, found_bytes: int, expected_bytes: int) -> StorageError:
-    return StorageError(
+    return ShortReadError(
         "a file became shorter while it was read",
         where=file,
         expected=f"at least {expected_bytes} bytes",

@@ -65,6 +65,6 @@ class Target(Protocol):
 
 def open_target(location: str, *, is_file: bool) -> LocalTarget | UrlTarget:
     """The target for a location that is to become one file, or a directory. Touches nothing."""
-    if is_url(location) and not location.startswith("file://"):
+    if is_url(location):
         return UrlTarget(location, is_file=is_file)
     return LocalTarget(location, is_file=is_file)

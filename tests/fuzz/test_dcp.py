@@ -57,9 +57,7 @@ def test_one_byte_changed_is_answered(snapshot, data):
 def test_bytes_of_the_manifest_changed_are_answered(snapshot, data):
     file = data.draw(st.sampled_from([f for f in files(snapshot) if f.name.endswith(".metadata")]))
     harmed = bytearray(file.read_bytes())
-    places = st.tuples(
-        st.integers(0, len(harmed) - 1), st.sampled_from(b"\x00\x01(.KRbu\x7f\x85\xff")
-    )
+    places = st.tuples(st.integers(0, len(harmed) - 1), st.sampled_from(b"\x00\x01(.KRbu\x7f\x85\xff"))
     for at, value in data.draw(st.lists(places, min_size=1, max_size=6)):
         harmed[at] = value
     answer(snapshot, file, bytes(harmed))

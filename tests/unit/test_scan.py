@@ -285,7 +285,7 @@ class TestDamage:
         opened = checkpoint(tensor("w", "f", 0, 1024))
         (tmp_path / "f").write_bytes(DATA[:1000])
         result = scanned(source, opened)
-        assert (["unreadable-file"], "at least 1024 bytes", "1000 bytes") == (
+        assert (["file-too-short"], "at least 1024 bytes", "1000 bytes") == (
             codes(result),
             result.findings[0].expected,
             result.findings[0].found,

@@ -171,7 +171,7 @@ def test_the_source_is_never_a_destination(tmp_path, monkeypatch, spelling, over
     (tmp_path / "source" / "f").write_bytes(b"x")
     (tmp_path / "link").symlink_to("source")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DestinationError, match="the destination lies in the source"):
+    with pytest.raises(DestinationError, match=r"the destination (lies in|is) the source"):
         LocalTarget(spelling).begin(overwrite=overwrite, sources=("source",))
     assert files_in(tmp_path / "source") == {"f": b"x"}
 
@@ -186,6 +186,14 @@ def test_a_file_beside_a_single_source_file_is_no_part_of_it(tmp_path):
     (tmp_path / "m.pt").write_bytes(b"x")
     finish(begin(tmp_path / "m.safetensors", is_file=True, sources=(str(tmp_path / "m.pt"),)), {"m": b"new"})
     assert (tmp_path / "m.safetensors").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("spelling", [".", "..", ""])
+def test_the_working_directory_is_not_replaced(tmp_path, monkeypatch, spelling):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(DestinationError, match="working directory or one above it"):
+        LocalTarget(spelling).begin(overwrite=True)
 
 
 def test_the_root_is_no_destination():

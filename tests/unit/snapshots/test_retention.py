@@ -74,7 +74,7 @@ FACTS = st.builds(
     claims=st.sampled_from([(), (), (), ("`latest`",)]),
     is_outside=st.sampled_from([False, False, False, True]),
 )
-LISTS = st.lists(FACTS, max_size=15)
+LISTS = st.lists(FACTS, max_size=15, unique_by=lambda s: s.path)  # as names in a directory are
 
 
 def deletions(found, policy, room=None):

@@ -1,0 +1,94 @@
+"""Proves a source while it is converted: against the checksums its writer stored, its seal, and its replicas.
+
+Without this a conversion would launder damage: the copy of a flipped bit has a right checksum of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ckpttools.checksums import ChecksumIndex, ChecksumWatch
+from ckpttools.errors import FindingsError
+from ckpttools.findings import Finding
+from ckpttools.gather import Gather
+from ckpttools.layouts import Snapshot
+from ckpttools.model import Encoding, TensorEntry
+from ckpttools.operations.scan import scan
+from ckpttools.operations.validate import read_seal
+
+
+class SourceProof:
+    """What must hold of the tensors that a conversion reads; errors with an allowed code pass."""
+
+    def __init__(
+        self, snapshot: Snapshot, tensors: Sequence[TensorEntry], allowed: Sequence[str], *, jobs: int, memory_bytes: int
+    ) -> None:
+        self._snapshot = snapshot
+        self._tensors = tensors
+        self._allowed = allowed
+        self._jobs = jobs
+        self._memory_bytes = memory_bytes
+        self._findings: list[Finding] = []
+        self._seal = read_seal(snapshot, self._findings)
+        stored = snapshot.checkpoint.checksums
+        index = ChecksumIndex(stored)
+        needed = {n for t in tensors for p in t.pieces if (n := index.holding(p.extent)) is not None}
+        self._checksums = ChecksumWatch(stored[n] for n in sorted(needed))
+
+    def watch(self, file: str, encoding: Encoding | None, offset: int, view: memoryview) -> None:
+        """See source bytes pass on their way to the output."""
+        self._checksums.watch(file, encoding, offset, view)
+
+    def read_first(self) -> None:
+        """Prove the source by a pass of its own. Raises FindingsError."""
+        digests = self._scan(self._tensors, checksums=True)
+        self.require(digests)
+
+    def require(self, digests: Mapping[str, str]) -> None:
+        """Raise FindingsError unless all that was read, with these digests by name, is what the source says it is."""
+        findings = self._findings + self._checksums.finish(Gather(self._snapshot.source, memory_bytes=self._memory_bytes))
+        if self._seal is not None:
+            findings += self._differences(digests)
+        replicated = [t for t in self._tensors if t.replicas]
+        if replicated:
+            self._scan(replicated, replicas=True)
+        errors = [f for f in dict.fromkeys((*findings, *self._findings)) if f.is_error and f.code not in self._allowed]
+        if errors:
+            path = self._snapshot.checkpoint.path
+            raise FindingsError(
+                f"the source is damaged, so nothing was written: {path}", errors, hints=[f"ckpttools validate {path}"]
+            )
+
+    def _differences(self, digests: Mapping[str, str]) -> list[Finding]:
+        """Where the values are not as sealed."""
+        if self._seal is None:
+            return []
+        if self._seal.algorithm != "blake3":
+            digests = self._scan(self._tensors, algorithm=self._seal.algorithm)
+        sealed = {t.name: t.digest for t in self._seal.tensors}
+        return [
+            Finding("digest-mismatch", name, f"{sealed[name]}, as sealed", digest)
+            for name, digest in digests.items()
+            if sealed.get(name, digest) != digest
+        ]
+
+    def _scan(
+        self,
+        tensors: Sequence[TensorEntry],
+        *,
+        algorithm: str = "blake3",
+        checksums: bool = False,
+        replicas: bool = False,
+    ) -> dict[str, str]:
+        scanned = scan(
+            self._snapshot.source,
+            self._snapshot.checkpoint,
+            tensors=tensors,
+            algorithm=algorithm,
+            checksums=checksums,
+            replicas=replicas,
+            jobs=self._jobs,
+            memory_bytes=self._memory_bytes,
+        )
+        self._findings += scanned.findings
+        return {name: t.digest for name, t in scanned.digests.items()}
