@@ -169,27 +169,36 @@ def _widen_bfloat16(codes: Codes, out: Codes) -> None:
     out <<= 16
 
 
-def _look_up(source: str, target: str, codes: Codes, out: Codes) -> Codes:
-    table, kinds = _table(source, target)
+def _look_up(source: str, target: str, codes: Codes, out: Codes) -> Codes | None:
+    table, kinds, limit = _table(source, target)
     table.take(codes, out=out, mode="clip")  # every code is in the table; `clip` spares the copy that `raise` makes
+    if (codes & _magnitude_mask(_FORMATS[source])).max(initial=0) < limit:
+        return None
     return kinds.take(codes, mode="clip")
 
 
 @lru_cache(maxsize=16)
-def _table(source: str, target: str) -> tuple[Codes, Codes]:
-    """The target's code for every code of a source of at most 16 bits, and the kind of each."""
+def _table(source: str, target: str) -> tuple[Codes, Codes, int]:
+    """Of a source of at most 16 bits: the target's code for every code, the kind of each, the least magnitude not plain."""
     import numpy as np
 
     form = _FORMATS[source]
-    return _translate(np.arange(1 << form.bits, dtype=form.code_type), form, _FORMATS[target])
+    codes = np.arange(1 << form.bits, dtype=form.code_type)
+    table, kinds = _translate(codes, form, _FORMATS[target])
+    return table, kinds, int((codes & _magnitude_mask(form))[kinds != _PLAIN].min(initial=1 << (form.bits - 1)))
+
+
+def _magnitude_mask(form: _Format) -> Codes:
+    """All bits of a code but its sign."""
+    import numpy as np
+
+    return np.array((1 << (form.bits - 1)) - 1, form.code_type)
 
 
 def _with_limit(source: str, target: str, fast: Callable[[Codes, Codes], None]) -> _Step:
     """`fast` where no code reaches the first that overflows or is not finite, else `_translate`."""
-    import numpy as np
-
     form, to = _FORMATS[source], _FORMATS[target]
-    magnitude = np.array((1 << (form.bits - 1)) - 1, form.code_type)
+    magnitude = _magnitude_mask(form)
     limit = min(form.largest + 1, int(_encode_exactly(form, *_overflow_midpoint(to))))
 
     def step(codes: Codes, out: Codes) -> Codes | None:
@@ -251,7 +260,7 @@ def _translate(codes: Codes, source: _Format, target: _Format) -> tuple[Codes, C
     import numpy as np
 
     sign = codes >> np.array(source.bits - 1, codes.dtype) != 0
-    magnitude = codes & np.array((1 << (source.bits - 1)) - 1, codes.dtype)
+    magnitude = codes & _magnitude_mask(source)
     is_infinite = (magnitude == source.largest + 1) & source.has_infinity
     is_nan = (magnitude > source.largest) & ~is_infinite
     if source.nans == "single":
