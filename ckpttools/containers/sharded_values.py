@@ -18,7 +18,7 @@ from ckpttools.containers.torch_values import MalformedError, TensorValue, Wrapp
 from ckpttools.geometry import split
 from ckpttools.model import Box, Mesh
 from ckpttools.pickles.records import Global, Object
-from ckpttools.pickles.views import attributes, sequence_items
+from ckpttools.pickles.views import attributes, outline, sequence_items
 
 ReadInts = Callable[[TensorValue], list[int]]
 """The values of a small integer tensor of the same file."""
@@ -71,7 +71,7 @@ def _class_name(record: object) -> str:
 def _ints(value: object) -> tuple[int, ...]:
     items = [value] if isinstance(value, int) else sequence_items(value)
     if items is None or not all(type(n) is int and n >= 0 for n in items):
-        raise TypeError(f"no integers but {value!r:.60}")
+        raise TypeError(f"no integers but {outline(value)}")
     return tuple(n for n in items if isinstance(n, int))
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ckpttools.dtypes import BY_STORAGE_CLASS, DType, parse_dtype
 from ckpttools.pickles.records import Global, Object, Persistent
-from ckpttools.pickles.views import attributes, mapping_items, sequence_items
+from ckpttools.pickles.views import attributes, mapping_items, outline, sequence_items
 
 MAX_DIMENSION = 2**63 - 1
 MAX_RANK = 64
@@ -125,13 +125,13 @@ def _count(value: object) -> int:
 def _counts(value: object) -> tuple[int, ...]:
     items = sequence_items(value)
     if items is None or len(items) > MAX_RANK:
-        raise TypeError(f"no shape but {value!r:.60}")
+        raise TypeError(f"no shape but {outline(value)}")
     return tuple(_count(n) for n in items)
 
 
 def _dtype(record: object) -> DType:
     if not isinstance(record, Global) or record.module != "torch":
-        raise TypeError(f"no dtype but {record!r:.60}")
+        raise TypeError(f"no dtype but {outline(record)}")
     return parse_dtype(record.name)
 
 

@@ -13,7 +13,7 @@ from struct import pack
 from ckpttools.pickles.limits import bad_pickle, over_limit
 from ckpttools.pickles.python2 import modern
 from ckpttools.pickles.records import NO_STATE, Global, Object, Persistent, SetBy
-from ckpttools.pickles.views import ordered
+from ckpttools.pickles.views import ordered, outline
 
 _BATCH = 1000
 """Items between two marks, as CPython writes them."""
@@ -211,9 +211,9 @@ class _Writer:
             try:
                 line = f"c{value.module}\n{value.name}\n".encode()
             except UnicodeEncodeError as e:
-                raise bad_pickle(f"the name `{value!r:.80}` has characters that protocol 2 cannot hold") from e
+                raise bad_pickle(f"the name `{outline(value)}` has characters that protocol 2 cannot hold") from e
             if line.count(b"\n") != 2:
-                raise bad_pickle(f"the name `{value!r:.80}` has a line break, which protocol 2 cannot hold")
+                raise bad_pickle(f"the name `{outline(value)}` has a line break, which protocol 2 cannot hold")
             self._emit(line)
             self._memoize(value)
 

@@ -15,7 +15,7 @@ from ckpttools.findings import Finding
 from ckpttools.model import Box, Path
 from ckpttools.pickles.reader import PickleError, read_pickle
 from ckpttools.pickles.records import Global, Object
-from ckpttools.pickles.views import attributes, mapping_items, sequence_items
+from ckpttools.pickles.views import attributes, mapping_items, outline, sequence_items
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
 def _take_row(manifest: Manifest, name: object, row: object, where: str) -> None:
     """One value of state_dict_metadata: a tensor with its chunks, or an object."""
     if not isinstance(name, str) or not isinstance(row, Object):
-        manifest.findings.append(Finding("bad-container", where, "rows by name", f"{name!r:.80}"))
+        manifest.findings.append(Finding("bad-container", where, "rows by name", f"{outline(name)}"))
         return
     members = row.state if isinstance(row.state, dict) else {}
     if "chunks" not in members:
@@ -125,7 +125,7 @@ def _dtype(properties: object) -> DType:
     state = properties.state  # type: ignore[attr-defined]  # anything else is caught by the caller
     dtype = state["dtype"] if isinstance(state, dict) else state[0]
     if not isinstance(dtype, Global):
-        raise TypeError(f"no dtype but {dtype!r:.60}")
+        raise TypeError(f"no dtype but {outline(dtype)}")
     return parse_dtype(dtype.name)
 
 
@@ -140,8 +140,8 @@ def _size(value: object) -> tuple[int, ...]:
     if not isinstance(items, (tuple, list)):
         if isinstance(value, Object) and not value.args:
             return ()
-        raise TypeError(f"no size but {value!r:.60}")
+        raise TypeError(f"no size but {outline(value)}")
     for n in items:
         if type(n) is not int or not 0 <= n <= MAX_DIMENSION:
-            raise TypeError(f"no size but {items!r:.60}")
+            raise TypeError(f"no size but {outline(items)}")
     return tuple(items)
