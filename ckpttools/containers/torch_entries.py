@@ -207,7 +207,11 @@ class _Reader:
         self._take_object(path, ObjectEntry(render_path(path), path, kind))
         for name, part in parts.items():
             inner: Path = (*path[:-1], f"{render_path(path[-1:])}::{name}")
-            tensor = part if isinstance(part, TensorValue) else read_value(part)
+            try:
+                tensor = part if isinstance(part, TensorValue) else read_value(part)
+            except MalformedError as e:
+                self.entries.findings.append(Finding("bad-pickle", where, f"a tensor as its `{name}`", str(e)))
+                continue
             if isinstance(tensor, TensorValue):
                 self._take_dense(file, inner, tensor, where, kind)
 

@@ -235,3 +235,10 @@ class TestComposites:
     def test_tensor_without_data_is_a_warning_and_no_tensor(self, tmp_path):
         result = checked(tmp_path, saved({"m": torch.empty(3, device="meta")}))
         assert ({"no-data"}, ()) == (codes(result), result.checkpoint.tensors)
+
+    def test_part_that_does_not_read_is_a_finding_and_the_others_are_read(self, tmp_path):
+        def change(members: dict[str, bytes]) -> None:
+            members["archive/data.pkl"] = members["archive/data.pkl"].replace(b"LongStorage", b"LxngStorage")
+
+        result = checked(tmp_path, rezipped(saved({"s": torch.eye(3).to_sparse()}), change))
+        assert ({"bad-pickle"}, ["s::values"]) == (codes(result), [t.name for t in result.checkpoint])
