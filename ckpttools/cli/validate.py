@@ -82,6 +82,8 @@ def command(
         for line in [] if verbose else _one_sided(result):
             render.write_data(line)
         render.write_data(_summary(result))
+    if any(f.code == "unreadable-file" and f.is_error for f in result.findings):
+        return ExitCode.FAILED  # the storage refused, so nothing is known of the snapshot itself
     return _EXIT_CODES[result.verdict]
 
 
