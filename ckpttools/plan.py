@@ -105,7 +105,7 @@ class PlannedTensor:
     source: TensorEntry
     dtype: DType
     slots: tuple[PlacedSlot, ...]
-    """Each element of the tensor is in one of them."""
+    """Each element of the tensor is in one of them, or in several of one and the same box: a copy per rank."""
 
     @property
     def is_cast(self) -> bool:
@@ -275,7 +275,7 @@ def _parents(path: str) -> list[str]:
 def _plan_tensors(
     files: Sequence[PlannedFile], tensor_of: Mapping[str, TensorEntry], casts: Mapping[str, DType]
 ) -> dict[str, PlannedTensor]:
-    """Every tensor with its slots, each element in one of them and each slot as long as its box."""
+    """Every tensor with its slots: their boxes tile it (a box may be there several times), each slot as long as its box."""
     places: dict[str, list[PlacedSlot]] = {name: [] for name in tensor_of}
     for i, file in enumerate(files):
         for j, segment in enumerate(file.segments):
@@ -299,9 +299,10 @@ def _require_slots(tensor: PlannedTensor) -> None:
     for slot in slots:
         if slot.length != tensor.dtype.length_bytes(slot.box.volume):
             raise ValueError(f"a slot of {tensor.name} has {slot.length} bytes for {slot.box.volume} of {tensor.dtype}")
-    if not slots or not cover(tensor.source.spec.shape, [slot.box for slot in slots]).is_exact:
+    boxes = list(dict.fromkeys(slot.box for slot in slots))
+    if not boxes or not cover(tensor.source.spec.shape, boxes).is_exact:
         raise ValueError(f"the slots of {tensor.name} do not tile its shape {list(tensor.source.spec.shape)}")
-    if len(slots) > 1 and tensor.dtype.is_sub_byte:
+    if len(boxes) > 1 and tensor.dtype.is_sub_byte:
         raise ConversionError(f"a {tensor.dtype} tensor cannot be cut: {tensor.name}")
 
 

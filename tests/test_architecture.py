@@ -28,6 +28,7 @@ PACKAGE = ROOT / "ckpttools"
 
 BLOCKS: tuple[tuple[str, ...], ...] = (
     ("errors", "dtypes", "units", "findings", "model", "geometry"),
+    ("placement",),
     ("storage",),
     ("pickles",),
     ("containers",),

@@ -1,0 +1,182 @@
+"""What one rank of a mesh holds of a tensor: the boxes of it, and where they lie in the rank's own tensor.
+
+A placement is a list of cuts, made one after the other: each cuts what the cuts before it left of a dimension into one
+share per coordinate of its axis. Axes that make no cut replicate. So tensor parallelism first and FSDP's rows after it is
+what torch calls a strided shard, and a fused row (query, key and value under one name) is a cut with several sections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from ckpttools.geometry import split
+from ckpttools.model import Box, Mesh, Path, TensorSpec
+
+AXES = ("pp", "dp", "fsdp", "ep", "tp")
+"""Every mesh axis there is, in the order in which ranks are numbered: the last one varies fastest.
+
+`pp` gives stages of layers, `dp` replicates (HSDP's outer axis), `fsdp` cuts dimension 0 of everything, `ep` experts, `tp`
+by rule."""
+
+
+def canonical_mesh(mesh: Mesh) -> Mesh:
+    """The same axes in the order of `AXES`. Raises ValueError for an axis that is not one of them."""
+    for name, _ in mesh.axes:
+        if name not in AXES:
+            raise ValueError(f"unknown mesh axis `{name}`; the axes are {', '.join(AXES)}")
+    return Mesh(tuple(sorted(mesh.axes, key=lambda axis: AXES.index(axis[0]))))
+
+
+def coordinate(mesh: Mesh, rank: int) -> dict[str, int]:
+    """Axis -> place of a rank along it, ranks being numbered row-major. Pure."""
+    found = {}
+    for name, size in reversed(mesh.axes):
+        found[name] = rank % size
+        rank //= size
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What one mesh axis does to a tensor: each coordinate gets a share of a dimension, by the rule of torch.chunk."""
+
+    axis: str
+    dim: int
+    sections: tuple[int, ...] = ()
+    """Elements of each section along `dim`, for fused rows: every section is cut by itself and a rank gets its share of
+    each, one after the other. Empty for one section. They add up to the whole dimension, so only the first cut of a
+    dimension may have them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How a mesh holds a tensor; no cuts and no stages: every rank has all of it."""
+
+    cuts: tuple[Cut, ...] = ()
+    """In the order in which they are made."""
+    held_at: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """(axis, coordinates along it at which the tensor is): pipeline stages, the rank of an expert that has a name of its
+    own. An axis that is not named does not exclude a rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor, and the box of the same sizes that it is in a rank's own tensor."""
+
+    box: Box
+    local: Box
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """What a rank holds of a tensor, as a tensor of its own."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    """Tile `shape` in row-major order of their places; one part of no elements where the rank's share is empty."""
+
+
+@dataclass(frozen=True)
+class PlacedTensor:
+    """An output tensor and how the mesh holds it."""
+
+    spec: TensorSpec
+    """Global, under its output name."""
+    path: Path
+    """Typed keys under which it is stored."""
+    family: str = "model"
+    placement: Placement = field(default_factory=Placement)
+
+    def local(self, mesh: Mesh, rank: int) -> LocalTensor | None:
+        """What a rank holds of it; None where it is of another stage or another rank's expert."""
+        return local_tensor(self.spec.shape, self.placement, mesh, rank)
+
+
+def local_tensor(shape: Sequence[int], placement: Placement, mesh: Mesh, rank: int) -> LocalTensor | None:
+    """What a rank of a mesh holds of a tensor of a shape; None for nothing at all. Pure.
+
+    Raises: ValueError: for a cut of a dimension that is not there, or sections that do not add up to it.
+    """
+    at, sizes = coordinate(mesh, rank), dict(mesh.axes)
+    for axis, places in placement.held_at:
+        if at.get(axis, 0) not in places:
+            return None
+    runs = [[(0, size)] for size in shape]
+    for cut in placement.cuts:
+        if not 0 <= cut.dim < len(shape):
+            raise ValueError(f"no dimension {cut.dim} in {list(shape)}")
+        runs[cut.dim] = _share(runs[cut.dim], cut.sections, sizes.get(cut.axis, 1), at.get(cut.axis, 0))
+    return _assemble(runs)
+
+
+def _share(runs: list[tuple[int, int]], sections: Sequence[int], parts: int, index: int) -> list[tuple[int, int]]:
+    """The runs (start, stop) of a dimension that share `index` of `parts` has."""
+    length = sum(stop - start for start, stop in runs)
+    sections = sections or (length,)
+    if sum(sections) != length:
+        raise ValueError(f"sections of {'+'.join(map(str, sections))} do not make {length}")
+    found, before = [], 0
+    for section in sections:
+        offset, size = split(section, parts)[index]
+        found += _clip(runs, before + offset, before + offset + size)
+        before += section
+    # an empty share keeps the place at which it is empty: torch records it
+    filled = [run for run in found if run[0] < run[1]]
+    return _joined(filled) if filled else found[:1]
+
+
+def _clip(runs: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
+    """What elements [start, stop) of concatenated runs are, as runs; one empty run for none."""
+    found, before = [], 0
+    for run_start, run_stop in runs:
+        low, high = max(start - before, 0), min(stop - before, run_stop - run_start)
+        if low < high:
+            found.append((run_start + low, run_start + high))
+        before += run_stop - run_start
+    if found:
+        return found
+    place = runs[-1][1] if runs else 0
+    return [(min(place, runs[0][0] + start if runs else 0),) * 2]
+
+
+def _joined(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Runs with neighbours that touch made into one."""
+    found = [runs[0]]
+    for start, stop in runs[1:]:
+        if start == found[-1][1]:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _assemble(runs: Sequence[Sequence[tuple[int, int]]]) -> LocalTensor:
+    """The product of the runs of each dimension."""
+    placed = []
+    for dimension in runs:
+        position, found = 0, []
+        for start, stop in dimension:
+            found.append((start, stop - start, position))
+            position += stop - start
+        placed.append(found)
+    shape = tuple(sum(size for _, size, _ in dimension) for dimension in placed)
+    parts = []
+    for combination in product(*placed):
+        sizes = tuple(size for _, size, _ in combination)
+        box = Box(tuple(start for start, _, _ in combination), sizes)
+        parts.append(Part(box, Box(tuple(position for _, _, position in combination), sizes)))
+    return LocalTensor(shape, tuple(parts))
+
+
+def held_boxes(tensors: Sequence[PlacedTensor], mesh: Mesh) -> Mapping[str, dict[Box, list[int]]]:
+    """Per output name: each box that some rank holds, and the ranks that hold it, in order. Pure."""
+    found: dict[str, dict[Box, list[int]]] = {}
+    for tensor in tensors:
+        boxes = found[tensor.spec.name] = {}
+        for rank in range(mesh.ranks):
+            local = tensor.local(mesh, rank)
+            for part in local.parts if local else ():
+                boxes.setdefault(part.box, []).append(rank)
+    return found
