@@ -1,29 +1,16 @@
 """DCP directories: `.metadata` (or one per rank) and `__<rank>_<n>.distcp`, in every dialect of torch's writers.
 
-Each box is an item: a whole torch file at an offset of a `.distcp` file, possibly compressed; in the safetensors dialect
-the file is one safetensors blob instead. `.metadata` is written last and renamed, so its presence is the commit record;
-that every file it names is there and long enough is checked all the same.
-
-Source: pytorch/pytorch, torch/distributed/checkpoint/{filesystem,default_planner,planner_helpers}.py, v2.13.0.
+What the files hold is read by `containers.dcp_directory`; here is where trainers put such directories.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Sequence
 
-from ckpttools.containers.safetensors_file import SafetensorsHeader, read_header
-from ckpttools.containers.shard_index import is_plain_reference
-from ckpttools.findings import NOTE, Finding
+from ckpttools.containers.dcp_directory import find_directory, read_directory
 from ckpttools.layouts.base import Contents, Part, Peek
-from ckpttools.layouts.dcp.manifest import Item, Manifest, ManifestTensor, parse_manifest
-from ckpttools.model import Box, Commit, Encoding, Extent, FileEntry, ObjectEntry, Piece, TensorEntry, TensorSpec
-from ckpttools.storage.source import Listing, Source, read
+from ckpttools.storage.source import Listing, Source
 
-_RANK_MANIFEST = re.compile(r"__(\d+)\.metadata")
-_DATA_FILE = re.compile(r".*__(\d+)_(\d+)\.distcp")
-_ZSTD = re.compile(r"stream\.zstd/1")
 _FAMILIES = (
     (re.compile(r"(pytorch_)?model(_fsdp)?(_\d+)?|weights|model_weights"), "model"),
     (re.compile(r"optim(izer)?(_\d+)?"), "optimizer"),
@@ -50,224 +37,16 @@ class Dcp:
         return parts
 
     def _part(self, listing: Listing, directory: str, family: str) -> Part | None:
-        prefix = f"{directory}/" if directory else ""
-        names = [f.path[len(prefix) :] for f in listing.in_directory(directory)]
-        data = [n for n in names if _is_data(n)]
-        manifests = [n for n in names if n in (".metadata", ".metadata.tmp") or _RANK_MANIFEST.fullmatch(n)]
-        if not data and ".metadata" not in manifests:
-            return None
-        files = tuple(prefix + n for n in (*manifests, *data))
-        return Part(self.name, family, files, prefix + ".metadata" if ".metadata" in names else "", directory)
+        found = find_directory(listing, directory)
+        return Part(self.name, family, found.files, found.manifest, directory) if found is not None else None
 
     def read(self, source: Source, listing: Listing, part: Part) -> Contents:
         """Everything `.metadata` states, held against the files that are there. Opens no item."""
-        prefix = f"{part.directory}/" if part.directory else ""
-        names = [p for p in part.files if p == part.manifest] or [p for p in part.files if _is_rank_manifest(p)]
-        data_files = [p for p in part.files if _is_data(p)]
-        if not names:
-            found = f"{len(data_files)} data files" + (" and `.metadata.tmp`" if prefix + ".metadata.tmp" in listing else "")
-            finding = Finding("not-committed", f"{prefix}.metadata", "`.metadata`, which is written last", found)
-            files = tuple(FileEntry(p, listing.length_bytes(p), "data", part.family) for p in data_files)
-            return Contents(files=files, findings=(finding,), commit=Commit(False, "no .metadata"), written_by="torch DCP")
-        reader = _Reader(source, listing, prefix, part.family)
-        for name in sorted(names, key=_rank_of_manifest):
-            reader.take(parse_manifest(read(source, name, 0, listing.length_bytes(name)), name))
-        reader.check_ranks(names, data_files)
-        return reader.result(names, data_files)
+        found = find_directory(listing, part.directory)
+        if found is None:
+            return Contents()
+        read = read_directory(source, listing, found, part.family)
+        return Contents(read.tensors, read.objects, read.files, read.findings, written_by=read.written_by, commit=read.commit)
 
 
 LAYOUT = Dcp()
-
-
-def _is_data(path: str) -> bool:
-    return path.endswith(".distcp")
-
-
-def _is_rank_manifest(path: str) -> bool:
-    return _RANK_MANIFEST.fullmatch(path.rpartition("/")[2]) is not None
-
-
-def _rank_of_manifest(path: str) -> int:
-    match = _RANK_MANIFEST.fullmatch(path.rpartition("/")[2])
-    return int(match.group(1)) if match else -1
-
-
-def _rank_of_data(path: str) -> int | None:
-    match = _DATA_FILE.fullmatch(path.rpartition("/")[2])
-    return int(match.group(1)) if match else None
-
-
-class _Reader:
-    """Puts the rows of one manifest, or of one per rank, together with the files."""
-
-    def __init__(self, source: Source, listing: Listing, prefix: str, family: str) -> None:
-        self._source = source
-        self._listing = listing
-        self._prefix = prefix
-        self._family = family
-        self._findings: list[Finding] = []
-        self._tensors: dict[str, ManifestTensor] = {}
-        self._pieces: dict[str, dict[Box, Piece]] = defaultdict(dict)
-        self._replicas: dict[str, list[Piece]] = defaultdict(list)
-        self._objects: dict[str, ObjectEntry] = {}
-        self._paths: dict[str, tuple[str | int, ...]] = {}
-        self._bad_files: set[str] = set()
-        self._used: set[str] = set()
-        self._headers: dict[str, SafetensorsHeader | None] = {}
-        self._version = ""
-
-    def take(self, manifest: Manifest) -> None:
-        """Add the rows of one manifest."""
-        self._findings += manifest.findings
-        self._version = self._version or manifest.version
-        self._paths.update(manifest.paths)  # type: ignore[arg-type]  # the keys of a planner are str and int
-        self._check_files(manifest)
-        self._check_apart(manifest)
-        for name, tensor in manifest.tensors.items():
-            known = self._tensors.setdefault(name, tensor)
-            if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
-                expected, found = f"{known.dtype} {list(known.shape)}", f"{tensor.dtype} {list(tensor.shape)}"
-                self._findings.append(Finding("rank-mismatch", name, expected, found))
-                continue
-            for chunk in tensor.chunks:
-                self._take_chunk(name, tensor, chunk, manifest.items.get((name, chunk.offsets)))
-        for name in manifest.objects:
-            item = manifest.items.get((name, None))
-            extent = self._item_extent(item, name) if item else None
-            if item is None:
-                self._findings.append(Finding("index-mismatch", name, "a place in storage_data", "none"))
-            elif extent is not None:
-                path = self._paths.get(name, (name,))
-                self._objects.setdefault(name, ObjectEntry(name, path, "object", None, extent, self._family))
-
-    def _take_chunk(self, name: str, tensor: ManifestTensor, chunk: Box, item: Item | None) -> None:
-        if item is None:
-            if chunk.volume:
-                found = f"none for the box at {list(chunk.offsets)}"
-                self._findings.append(Finding("index-mismatch", name, "a place in storage_data for each chunk", found))
-            return
-        extent = self._tensor_extent(name, tensor, chunk, item)
-        if extent is None:
-            return
-        piece = Piece(chunk, extent, _rank_of_data(item.file))
-        if chunk in self._pieces[name]:
-            self._replicas[name].append(piece)
-        else:
-            self._pieces[name][chunk] = piece
-
-    def _check_files(self, manifest: Manifest) -> None:
-        """References that leave the directory, files that are absent, files shorter than their items need."""
-        needed: dict[str, int] = defaultdict(int)
-        for item in manifest.items.values():
-            needed[item.file] = max(needed[item.file], item.offset + item.length)
-        for file in sorted(needed):
-            path = self._prefix + file
-            if not is_plain_reference(file):
-                self._findings.append(Finding("reference-outside", f"{self._prefix}.metadata", "a file beside it", f"`{file}`"))
-            elif path not in self._listing or not self._listing.files[path].is_regular:
-                self._findings.append(Finding("missing-file", path, f"a file of at least {needed[file]} bytes", "no such file"))
-            elif self._listing.length_bytes(path) < needed[file]:
-                length = self._listing.length_bytes(path)
-                code = "file-too-short" if length else "empty-file"
-                self._findings.append(Finding(code, path, f"at least {needed[file]} bytes", f"{length} bytes"))
-                self._used.add(path)
-                continue
-            else:
-                self._used.add(path)
-                continue
-            self._bad_files.add(file)
-
-    def _check_apart(self, manifest: Manifest) -> None:
-        """Items that share bytes, which no writer makes (the safetensors dialect states offsets that are no places)."""
-        by_file: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
-        for (name, _), item in manifest.items.items():
-            by_file[item.file].append((item.offset, item.length, name))
-        for file, places in by_file.items():
-            if sum(1 for offset, _, _ in places if offset == 0) > 1:
-                continue
-            end, before = 0, ""
-            for offset, length, name in sorted(set(places)):
-                if offset < end and length:
-                    found = f"{before} up to byte {end}"
-                    self._findings.append(
-                        Finding("extent-overlap", f"{name} in {self._prefix}{file} at byte {offset}", "items apart", found)
-                    )
-                if offset + length > end:
-                    end, before = offset + length, name
-
-    def _item_extent(self, item: Item, name: str) -> Extent | None:
-        """The stretch of an item that is a torch file; None when it cannot be read."""
-        path = self._prefix + item.file
-        if item.file in self._bad_files or item.offset + item.length > self._listing.length_bytes(path):
-            return None
-        if not item.transforms:
-            return Extent(path, item.offset, item.length, container="torch")
-        if len(item.transforms) == 1 and _ZSTD.fullmatch(item.transforms[0]):
-            return Extent(path, 0, item.length, encoding=Encoding("zstd", item.offset, item.length), container="torch")
-        where = f"{name} in {path} at byte {item.offset}"
-        self._findings.append(
-            Finding("unsupported-container", where, "no transform, or stream.zstd/1", ", ".join(item.transforms))
-        )
-        return None
-
-    def _tensor_extent(self, name: str, tensor: ManifestTensor, chunk: Box, item: Item) -> Extent | None:
-        """Like `_item_extent`, but for a file that is one safetensors blob the exact place of the box in it.
-
-        An item that is exactly as long as its values has no torch file around it; then its file's header says where.
-        """
-        extent = self._item_extent(item, name)
-        if extent is None or item.transforms or item.length != tensor.dtype.length_bytes(chunk.volume):
-            return extent
-        header = self._safetensors_header(extent.file)
-        if header is None:
-            return extent
-        found = next((e for e in header.entries if e.name == name), None)
-        if found is None or not found.is_readable or (found.dtype, found.shape) != (tensor.dtype, chunk.sizes):
-            stated = f"{found.dtype} {list(found.shape)}" if found else "none of this name"
-            expected = f"{tensor.dtype} {list(chunk.sizes)}"
-            self._findings.append(Finding("piece-mismatch", f"{name} in {extent.file}", expected, stated))
-            return None
-        return Extent(extent.file, found.offset, found.length)
-
-    def _safetensors_header(self, path: str) -> SafetensorsHeader | None:
-        if path not in self._headers:
-            length = self._listing.length_bytes(path)
-            head = read(self._source, path, 0, min(length, 9))
-            header = read_header(self._source, path, 0, length) if head[8:9] == b"{" else None
-            if header is not None:
-                self._findings += header.findings
-            self._headers[path] = header
-        return self._headers[path]
-
-    def check_ranks(self, manifests: Sequence[str], data_files: Sequence[str]) -> None:
-        """With one manifest per rank, a rank whose data is there and whose manifest is not was not finished."""
-        ranks = {_rank_of_manifest(m) for m in manifests}
-        if ranks == {-1}:
-            return
-        wanted = {r for f in data_files if (r := _rank_of_data(f)) is not None} | set(range(max(ranks) + 1))
-        for rank in sorted(wanted - ranks):
-            where = f"{self._prefix}__{rank}.metadata"
-            self._findings.append(Finding("missing-rank", where, f"a manifest for each of {len(wanted)} ranks", "no such file"))
-
-    def result(self, manifests: Sequence[str], data_files: Sequence[str]) -> Contents:
-        """Everything taken."""
-        tensors = []
-        for name, tensor in self._tensors.items():
-            spec = TensorSpec(name, tensor.dtype, tensor.shape)
-            pieces, replicas = tuple(self._pieces[name].values()), tuple(self._replicas[name])
-            tensors.append(TensorEntry(spec, self._paths.get(name, (name,)), pieces, replicas, family=self._family))
-        files = [FileEntry(m, self._listing.length_bytes(m), "manifest", self._family) for m in manifests]
-        for path in data_files:
-            length = self._listing.length_bytes(path)
-            is_stale = path not in self._used and length > 0
-            files.append(FileEntry(path, length, "unreferenced" if is_stale else "data", self._family))
-            if is_stale:
-                self._findings.append(Finding("unreferenced-file", path, "a manifest that names it", "none", severity=NOTE))
-        return Contents(
-            tensors=tuple(tensors),
-            objects=tuple(self._objects.values()),
-            files=tuple(files),
-            findings=tuple(self._findings),
-            written_by=f"torch DCP {self._version}".strip(),
-            commit=Commit(True, manifests[0]),
-        )

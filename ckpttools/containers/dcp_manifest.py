@@ -17,6 +17,9 @@ from ckpttools.pickles.reader import PickleError, read_pickle
 from ckpttools.pickles.records import Global, Object
 from ckpttools.pickles.views import attributes, mapping_items, outline, sequence_items
 
+_MEMBERS = frozenset({"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version", "all_local_plans"})
+"""What torch itself puts into a Metadata; megatron-core leaves its plans in it too, which nobody reads."""
+
 
 @dataclass(frozen=True, slots=True)
 class Item:
@@ -49,6 +52,8 @@ class Manifest:
     paths: dict[str, Path] = field(default_factory=dict)
     """The nested keys of a flat name, where the planner recorded them."""
     version: str = ""
+    others: dict[str, object] = field(default_factory=dict)
+    """Further members of the pickled Metadata, as records."""
     findings: list[Finding] = field(default_factory=list)
     is_readable: bool = True
 
@@ -70,6 +75,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         manifest.is_readable = False
         return manifest
     manifest.version = str(members.get("version") or "")
+    manifest.others = {k: v for k, v in members.items() if k not in _MEMBERS}
     for name, row in mapping_items(members["state_dict_metadata"]) or []:
         _take_row(manifest, name, row, where)
     for index, info in mapping_items(members["storage_data"]) or []:
