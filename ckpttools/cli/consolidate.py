@@ -15,7 +15,7 @@ from ckpttools.findings import CODES
 from ckpttools.units import render_bytes_short
 
 if TYPE_CHECKING:
-    from ckpttools.operations.convert import Conversion
+    from ckpttools.operations.conversion import Conversion
 
 _EPILOG = options.examples(
     "ckpttools consolidate checkpoint/step-1000 exported/",

@@ -12,7 +12,7 @@ from ckpttools.operations.sealing import HashList
 from ckpttools.operations.validate import Validation
 
 if TYPE_CHECKING:
-    from ckpttools.operations.convert import Conversion
+    from ckpttools.operations.conversion import Conversion
 
 
 def findings(found: Iterable[Finding]) -> list[dict[str, str]]:

@@ -1,0 +1,185 @@
+"""What consolidate and reshard share: from a plan to an output that is proved, sealed, and only then visible.
+
+A conversion is complete before a byte is written; values stream from the source's pieces to their places, and the output is
+read back and sealed before it gets its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckpttools.cast import CastCounts
+from ckpttools.digest import TensorDigest, digest_bytes
+from ckpttools.errors import DestinationError, FindingsError, UsageError
+from ckpttools.execute import Executed, run
+from ckpttools.execute.run import Finish
+from ckpttools.findings import Finding
+from ckpttools.layouts import SEAL_NAME, Snapshot, open_snapshot, sniff
+from ckpttools.model import ArrangedFile, Arrangement, FileEntry
+from ckpttools.operations.prove import SourceProof
+from ckpttools.operations.select import Selection
+from ckpttools.plan import Plan
+from ckpttools.seal import Seal, SealedFile, SealedPiece, render_seal
+from ckpttools.storage.source import exists, is_url, open_source
+from ckpttools.storage.target import open_target
+
+COMPANIONS = re.compile(
+    r"(huggingface/)?((generation_|adapter_|preprocessor_|processor_|tokenizer_|video_preprocessor_)?config\.json|params\.json"
+    r"|tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|chat_template.*|.*\.jinja|.*\.model"
+    r"|(configuration|modeling|tokenization|processing)_.*\.py)"
+)
+"""What transformers needs beside the weights; metrics, logs and training arguments stay behind."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was (or would be) written."""
+
+    plan: Plan
+    selection: Selection
+    arrangement: Arrangement
+    destination: str
+    is_file: bool
+    casts: Mapping[str, CastCounts] = field(default_factory=dict)
+    """What each cast could not keep, by output name."""
+    seal: Seal | None = None
+    """None for a dry run."""
+    resumed_bytes: int = 0
+    """Bytes that an earlier, interrupted run had written."""
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a conversion is carried out; none of it decides what is written."""
+
+    allowed_findings: Sequence[str] = ()
+    """Codes of errors in the source to go on in spite of."""
+    is_overwriting: bool = False
+    is_verifying: bool = True
+    jobs: int = 1
+    memory_bytes: int = 256 << 20
+    progress: Callable[[int], None] | None = None
+
+
+def carry_out(conversion: Conversion, snapshot: Snapshot, manner: Manner) -> Conversion:
+    """Write what is planned, prove the source on the way, and seal the output.
+
+    Raises: FindingsError: when the source turns out damaged, or what was written does not read back. DestinationError,
+        LockedError, StorageError: when it cannot be written.
+    """
+    tensors = list(conversion.selection.tensors.values())
+    proof = SourceProof(snapshot, tensors, manner.allowed_findings, jobs=manner.jobs, memory_bytes=manner.memory_bytes)
+    if is_url(conversion.destination):  # there the output becomes visible as it is written, so the source is proved first
+        proof.read_first()
+    sealed: list[Seal] = []
+    executed = run(
+        conversion.plan,
+        snapshot.source,
+        open_target(conversion.destination, is_file=conversion.is_file),
+        jobs=manner.jobs,
+        memory_bytes=manner.memory_bytes,
+        progress=manner.progress,
+        overwrite=manner.is_overwriting,
+        verify=manner.is_verifying,
+        finish=_finisher(conversion, snapshot, proof, sealed),
+        watch=proof.watch,
+    )
+    _require_readable(conversion)
+    return _with_results(conversion, executed, sealed[0])
+
+
+def _finisher(conversion: Conversion, snapshot: Snapshot, proof: SourceProof, sealed: list[Seal]) -> Finish:
+    """What is done when all is written and nothing is visible yet: prove the source, and seal."""
+
+    def finish(executed: Executed) -> dict[str, bytes]:
+        proof.require({conversion.plan.tensors[t.spec.name].source.name: t.source_digest for t in executed.tensors})
+        sealed.append(_seal(conversion, snapshot, executed))
+        return {_seal_name(conversion): render_seal(sealed[0])}
+
+    return finish
+
+
+def _seal_name(conversion: Conversion) -> str:
+    """In a directory, or beside a single file."""
+    name = conversion.destination.rstrip("/").rpartition("/")[2]
+    return f"{name}.{SEAL_NAME}" if conversion.is_file else SEAL_NAME
+
+
+def _with_results(conversion: Conversion, executed: Executed, seal: Seal) -> Conversion:
+    casts = {t.spec.name: t.counts for t in executed.tensors if t.counts is not None}
+    return replace(conversion, seal=seal, casts=casts, resumed_bytes=executed.resumed_bytes)
+
+
+def require_replaceable(destination: str, *, is_file: bool, is_overwriting: bool) -> None:
+    """What can be told of a destination before anything is read: it is named, and what would be replaced is an output.
+
+    A directory with other things in it is not replaced even with --overwrite: an empty variable in a script would
+    otherwise cost a home directory.
+    """
+    if not destination:
+        raise UsageError("the destination has no name")
+    seal = f"{destination}.{SEAL_NAME}"
+    if is_file and not is_overwriting and exists(seal) and not exists(destination):
+        raise DestinationError(f"a seal is there already: {seal}", hints=["pass --overwrite to replace it"])
+    if not is_file and is_overwriting and exists(destination):
+        source, file = open_source(destination)
+        listing = source.listing()
+        if not file and len(listing) and SEAL_NAME not in listing and not sniff(source, listing):
+            names = ", ".join(f.path for f in list(listing)[:4])
+            raise DestinationError(f"not a checkpoint, so not replaced: {destination}", found=names)
+
+
+def require_whole(snapshot: Snapshot, allowed: Sequence[str]) -> None:
+    """Nothing is made from a source with errors, unless the user knows of them."""
+    errors = [f for f in snapshot.checkpoint.findings if f.is_error and f.code not in allowed]
+    if errors:
+        codes = sorted({f.code for f in errors})
+        hint = "--allow-findings " + " --allow-findings ".join(codes) + " goes on in spite of them"
+        raise FindingsError(f"the source is not whole: {snapshot.checkpoint.path}", errors, hints=[hint])
+
+
+def companions(snapshot: Snapshot) -> list[FileEntry]:
+    """Config and tokenizer files beside the source."""
+    return [f for f in snapshot.checkpoint.files if f.role == "companion" and COMPANIONS.fullmatch(f.path)]
+
+
+def _seal(conversion: Conversion, snapshot: Snapshot, executed: Executed) -> Seal:
+    """The seal of what was written: digests as they were computed on the way, so nothing is read again."""
+    tensors = tuple(TensorDigest.of(t.spec, t.digest) for t in executed.tensors)
+    pieces = {
+        t.spec.name: tuple(SealedPiece(s.file, s.offset, s.length, s.box, s.digest) for s in t.slots) for t in executed.tensors
+    }
+    files = [SealedFile(f.path, f.length_bytes, _literal_digest(f)) for f in conversion.arrangement.files]
+    files += [SealedFile(c.file, c.length, c.digest) for c in executed.carries]
+    groups: dict[str, list[str]] = {}
+    for alias, kept in conversion.selection.aliases.items():
+        groups.setdefault(kept, [kept]).append(alias)
+    aliases = tuple(tuple(group) for group in groups.values())
+    origin: dict[str, object] = {"layout": snapshot.checkpoint.layout}
+    casts = {t.spec.name: t.spec.dtype.name for t in executed.tensors if t.counts is not None}
+    if casts:
+        origin["casts"] = casts
+    step = snapshot.checkpoint.step
+    return Seal(executed.algorithm, tensors, pieces, tuple(files), conversion.arrangement.layout, step, aliases, origin)
+
+
+def _literal_digest(file: ArrangedFile) -> str:
+    """The digest of an output file that has no tensors (an index); empty for the others."""
+    if file.slots:
+        return ""
+    return digest_bytes(b"".join(literal.data for literal in file.literals))
+
+
+def _require_readable(conversion: Conversion) -> None:
+    """Our own reader understands what was written, and sees the tensors that were meant."""
+    checkpoint = open_snapshot(conversion.destination, is_located=True).checkpoint
+    found = {t.name: (t.spec.dtype, t.spec.shape) for t in checkpoint.tensors if t.name in conversion.plan.tensors}
+    meant = {name: (t.dtype, t.source.spec.shape) for name, t in conversion.plan.tensors.items()}
+    errors = [f for f in checkpoint.findings if f.is_error]
+    if found != meant:
+        differing = sorted(n for n in meant if found.get(n) != meant[n])
+        errors += [Finding("missing-tensor", n, f"{meant[n][0]} {list(meant[n][1])}", "another or none") for n in differing[:20]]
+    if errors:
+        raise FindingsError(f"what was written does not read back: {conversion.destination}", errors)
