@@ -52,8 +52,13 @@ def split(length: int, parts: int) -> list[tuple[int, int]]:
     Each shard has ceil(length / parts) elements but the last with any, which may be shorter; shards past the end have
     size 0 at offset `length`, as torch records them.
     """
+    return [shard_of(length, parts, i) for i in range(parts)]
+
+
+def shard_of(length: int, parts: int, index: int) -> tuple[int, int]:
+    """(offset, size) of one of them. Pure."""
     step = -(-length // parts) if length else 0
-    return [(min(i * step, length), min(step, max(0, length - i * step))) for i in range(parts)]
+    return min(index * step, length), min(step, max(0, length - index * step))
 
 
 def row_major_strides(sizes: Sequence[int]) -> tuple[int, ...]:

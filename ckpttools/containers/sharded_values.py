@@ -11,17 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
+from typing import cast
 
 from ckpttools.containers.torch_values import MalformedError, TensorValue, WrapperValue, read_tensor
-from ckpttools.geometry import split
+from ckpttools.geometry import shard_of
 from ckpttools.model import Box, Mesh
 from ckpttools.pickles.records import Global, Object
 from ckpttools.pickles.views import attributes, outline, sequence_items
 
 ReadInts = Callable[[TensorValue], list[int]]
 """The values of a small integer tensor of the same file."""
+_Axis = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +50,48 @@ class ShardedValue:
     """Whether ranks hold unreduced partial sums."""
 
 
-def read_sharded(value: WrapperValue | Object, rank: int, read_ints: ReadInts) -> ShardedValue | None:
-    """The shards of a DTensor or ShardedTensor as rank `rank` pickled it; None for other wrappers.
+class ShardedReader:
+    """Reads the sharded tensors of one file, which share a few meshes of as many ranks as the job had."""
 
-    Raises: MalformedError: when the record does not have what torch gives it.
-    """
-    try:
-        if isinstance(value, WrapperValue) and value.class_name == "DTensor":
-            return _dtensor(value, rank, read_ints)
-        if isinstance(value, WrapperValue) and value.class_name == "ShardedTensor":
-            return _sharded_tensor(value.shape, value.state[""])
-        if isinstance(value, Object) and _class_name(value) == "ShardedTensor":
-            return _sharded_tensor(None, value.state)
-    except (IndexError, TypeError, ValueError, KeyError, AttributeError) as e:
-        raise MalformedError(f"a sharded tensor with unexpected members: {e}") from e
-    return None
+    def __init__(self, rank: int, read_ints: ReadInts) -> None:
+        self._rank = rank
+        self._read_ints = read_ints
+        self._meshes: dict[int, tuple[object, _DeviceMesh]] = {}
+        """By identity of the record, which is kept so that no other takes its place."""
+
+    def read(self, value: WrapperValue | Object) -> ShardedValue | None:
+        """The shards of a DTensor or ShardedTensor as the rank of this file pickled it; None for other wrappers.
+
+        Raises: MalformedError: when the record does not have what torch gives it.
+        """
+        try:
+            if isinstance(value, WrapperValue) and value.class_name == "DTensor":
+                return self._dtensor(value)
+            if isinstance(value, WrapperValue) and value.class_name == "ShardedTensor":
+                return _sharded_tensor(value.shape, value.state[""])
+            if isinstance(value, Object) and _class_name(value) == "ShardedTensor":
+                return _sharded_tensor(None, value.state)
+        except (IndexError, TypeError, ValueError, KeyError, AttributeError) as e:
+            raise MalformedError(f"a sharded tensor with unexpected members: {e}") from e
+        return None
+
+    def _dtensor(self, value: WrapperValue) -> ShardedValue:
+        spec = attributes(value.state["_spec"]) or {}
+        mesh = self._mesh(spec["mesh"])
+        placements = sequence_items(spec["placements"]) or []
+        if len(placements) != len(mesh.shape):
+            raise ValueError(f"{len(placements)} placements on a mesh of {len(mesh.shape)} dimensions")
+        local = read_tensor(value.state["_local_tensor"])
+        box = local_box(value.shape, mesh.shape, mesh.coordinate, shard_order(placements, mesh.shape, spec))
+        is_partial = any("Partial" in _class_name(p) for p in placements)
+        axes = Mesh(tuple(zip(mesh.names, mesh.shape, strict=True)))
+        return ShardedValue(value.shape, (Shard(box, local),), axes, prod(mesh.shape), is_partial=is_partial)
+
+    def _mesh(self, record: object) -> _DeviceMesh:
+        known = self._meshes.get(id(record))
+        if known is None:
+            known = self._meshes[id(record)] = record, _device_mesh(attributes(record) or {}, self._rank, self._read_ints)
+        return known[1]
 
 
 def _class_name(record: object) -> str:
@@ -70,42 +100,23 @@ def _class_name(record: object) -> str:
 
 def _ints(value: object) -> tuple[int, ...]:
     items = [value] if isinstance(value, int) else sequence_items(value)
-    if items is None or not all(type(n) is int and n >= 0 for n in items):
+    if items is None or set(map(type, items)) - {int}:
         raise TypeError(f"no integers but {outline(value)}")
-    return tuple(n for n in items if isinstance(n, int))
+    found = cast("tuple[int, ...]", tuple(items))
+    if min(found, default=0) < 0:
+        raise TypeError(f"no integers but {outline(value)}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class _DeviceMesh:
     names: tuple[str, ...]
     shape: tuple[int, ...]
-    ranks: tuple[int, ...]
-    """Rank at each coordinate, row-major."""
-
-    def coordinate(self, rank: int) -> tuple[int, ...]:
-        if rank not in self.ranks:
-            raise ValueError(f"rank {rank} is not in its own mesh {list(self.ranks)}")
-        rest, found = self.ranks.index(rank), []
-        for size in reversed(self.shape):
-            found.append(rest % size)
-            rest //= size
-        return tuple(reversed(found))
+    coordinate: tuple[int, ...]
+    """Where in the mesh the rank of the file is."""
 
 
-def _dtensor(value: WrapperValue, rank: int, read_ints: ReadInts) -> ShardedValue:
-    spec = attributes(value.state["_spec"]) or {}
-    mesh = _device_mesh(attributes(spec["mesh"]) or {}, read_ints)
-    placements = sequence_items(spec["placements"]) or []
-    if len(placements) != len(mesh.shape):
-        raise ValueError(f"{len(placements)} placements on a mesh of {len(mesh.shape)} dimensions")
-    local = read_tensor(value.state["_local_tensor"])
-    box = local_box(value.shape, mesh.shape, mesh.coordinate(rank), shard_order(placements, mesh.shape, spec))
-    is_partial = any("Partial" in _class_name(p) for p in placements)
-    axes = Mesh(tuple(zip(mesh.names, mesh.shape, strict=True)))
-    return ShardedValue(value.shape, (Shard(box, local),), axes, prod(mesh.shape), is_partial=is_partial)
-
-
-def _device_mesh(members: dict[str, object], read_ints: ReadInts) -> _DeviceMesh:
+def _device_mesh(members: dict[str, object], rank: int, read_ints: ReadInts) -> _DeviceMesh:
     """A mesh of any release: a tensor of ranks (to 2.8), or a layout of strides over a map of ranks (from 2.9)."""
     names = members.get("mesh_dim_names", members.get("_mesh_dim_names"))
     if "mesh" in members:
@@ -115,22 +126,40 @@ def _device_mesh(members: dict[str, object], read_ints: ReadInts) -> _DeviceMesh
         axes = _layout_axes(attributes(members["_layout"]) or {})
         rank_map = _ints(members.get("_flatten_rank_map") or read_ints(read_tensor(members["_rank_map"])))
         shape = tuple(prod(n for n, _ in axis) for axis in axes)
-        places = [[sum(i * s for i, (_, s) in zip(c, axis, strict=True)) for c in _coordinates(axis)] for axis in axes]
-        flat = tuple(rank_map[sum(offsets)] for offsets in product(*places))
+        flat = _ranks_of_layout(axes, rank_map)
     labels = sequence_items(names) if names is not None else None
-    return _DeviceMesh(tuple(map(str, labels or (f"dim_{i}" for i in range(len(shape))))), shape, flat)
+    named = tuple(map(str, labels or (f"dim_{i}" for i in range(len(shape)))))
+    return _DeviceMesh(named, shape, _coordinate(shape, flat, rank))
 
 
-def _layout_axes(members: dict[str, object]) -> list[list[tuple[int, int]]]:
+@lru_cache(maxsize=8)
+def _ranks_of_layout(axes: tuple[_Axis, ...], rank_map: tuple[int, ...]) -> tuple[int, ...]:
+    """Rank at each coordinate, row-major; the files of all ranks state the same. Pure."""
+    places = [[sum(i * s for i, (_, s) in zip(c, axis, strict=True)) for c in _coordinates(axis)] for axis in axes]
+    return tuple(rank_map[sum(offsets)] for offsets in product(*places))
+
+
+def _coordinate(shape: Sequence[int], ranks: Sequence[int], rank: int) -> tuple[int, ...]:
+    """Where a rank is in a mesh of the given ranks, row-major. Pure."""
+    if rank not in ranks:
+        raise ValueError(f"rank {rank} is not in its own mesh of {len(ranks)} ranks")
+    rest, found = ranks.index(rank), []
+    for size in reversed(shape):
+        found.append(rest % size)
+        rest //= size
+    return tuple(reversed(found))
+
+
+def _layout_axes(members: dict[str, object]) -> tuple[_Axis, ...]:
     """Per mesh dimension its (size, stride) pairs; a flattened dimension has several."""
     if "axes" in members:
         flat = [attributes(a) or {} for a in sequence_items(members["axes"]) or []]
-        return [list(zip(_ints(a["shape"]), _ints(a["stride"]), strict=True)) for a in flat]
+        return tuple(tuple(zip(_ints(a["shape"]), _ints(a["stride"]), strict=True)) for a in flat)
     sizes, strides = sequence_items(members["shape"]) or [], sequence_items(members["stride"]) or []
-    return [list(zip(_ints(n), _ints(s), strict=True)) for n, s in zip(sizes, strides, strict=True)]
+    return tuple(tuple(zip(_ints(n), _ints(s), strict=True)) for n, s in zip(sizes, strides, strict=True))
 
 
-def _coordinates(axis: Sequence[tuple[int, int]]) -> product[tuple[int, ...]]:
+def _coordinates(axis: _Axis) -> product[tuple[int, ...]]:
     return product(*(range(n) for n, _ in axis))
 
 
@@ -178,7 +207,7 @@ def local_box(
     offsets, sizes = [0] * len(shape), list(shape)
     for dim, mesh_dims in order.items():
         for mesh_dim in mesh_dims:
-            offset, size = split(sizes[dim], mesh_shape[mesh_dim])[coordinate[mesh_dim]]
+            offset, size = shard_of(sizes[dim], mesh_shape[mesh_dim], coordinate[mesh_dim])
             offsets[dim] += offset
             sizes[dim] = size
     return Box(tuple(offsets), tuple(sizes))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckpttools.containers.region import Region
-from ckpttools.containers.sharded_values import ShardedValue, read_sharded
+from ckpttools.containers.sharded_values import ShardedReader, ShardedValue
 from ckpttools.containers.torch_extents import Expansion, locate_tensor
 from ckpttools.containers.torch_file import TorchFile, read_torch_file
 from ckpttools.containers.torch_values import (
@@ -126,9 +126,10 @@ class _Reader:
         if self._is_rank_local:
             prefix = (*prefix, f"rank_{file.rank}")
         self.entries.trees.setdefault(prefix, file.torch.value)
+        sharded = ShardedReader(file.rank, lambda t: _read_ints(file, t))
         try:
             for leaf in leaves(file.torch.value):
-                self._take_leaf(file, (*prefix, *leaf.path), leaf.record)
+                self._take_leaf(file, sharded, (*prefix, *leaf.path), leaf.record)
         except TreeLimitError as e:
             self.entries.findings.append(Finding("pickle-limit", file.path, "a tree of entries", str(e)))
 
@@ -142,14 +143,14 @@ class _Reader:
         self.entries.objects = list(self._objects.values())
         return self.entries
 
-    def _take_leaf(self, file: RankFile, path: Path, record: object) -> None:
+    def _take_leaf(self, file: RankFile, reader: ShardedReader, path: Path, record: object) -> None:
         where = f"{render_path(path)} in {file.region.where()}"
         try:
             value = read_value(record)
             whole: WrapperValue | Object | None = value if isinstance(value, WrapperValue) else None
             if isinstance(record, Object) and value is None:
                 whole = record
-            sharded = read_sharded(whole, file.rank, lambda t: _read_ints(file, t)) if whole is not None else None
+            sharded = reader.read(whole) if whole is not None else None
         except MalformedError as e:
             self.entries.findings.append(Finding("bad-pickle", where, "a tensor as torch pickles it", str(e)))
             return

@@ -244,6 +244,8 @@ def _check_copies(
     if method != entry.method:
         findings.append(Finding("bad-container", where, f"method {entry.method} in both headers", f"method {method}"))
     for place, (crc, stored, plain) in copies:
+        if (crc, stored, plain) == (entry.crc32, entry.stored_length, entry.length):
+            continue
         stated = ((crc, entry.crc32), (stored, entry.stored_length), (plain, entry.length))
         if any(copy not in (0, _U32, value) for copy, value in stated):
             found = f"CRC-32 {crc:08x}, {stored} and {plain} bytes in the {place}"

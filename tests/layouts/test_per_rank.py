@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
+from ckpttools.containers import sharded_values
 from ckpttools.layouts import open_snapshot
 from ckpttools.operations.validate import validate
+from tests.fixture_cases import FIXTURES
 from tests.layouts.contract import LayoutContract, codes
 from tests.unit.containers.torch_bytes import saved
 
@@ -34,6 +38,14 @@ class TestRanks:
         (tmp_path / "model.pt").write_bytes(saved({"w": torch.ones(1)}))
         names = [t.name for t in open_snapshot(str(tmp_path)).checkpoint if t.family == "rng_state"]
         assert [f"rng_state.rank_{rank}.seed" for rank in range(11)] == names
+
+    def test_a_mesh_is_read_once_per_file_not_once_per_tensor(self, monkeypatch):
+        read = []
+        real = sharded_values._device_mesh
+        monkeypatch.setattr(sharded_values, "_device_mesh", lambda *args: (read.append(args[1]), real(*args))[1])
+        checkpoint = open_snapshot(str(FIXTURES / "torch/perrank_dtensor_verl_layout_w2/ckpt")).checkpoint
+        assert 4 < len(checkpoint.tensors)
+        assert {0: 2, 1: 2} == Counter(read)  # model and optimizer
 
     def test_two_files_of_one_rank_are_not_taken_for_replicas_in_silence(self, tmp_path):
         for name in ("model_rank_0.pt", "model_rank_00.pt"):
