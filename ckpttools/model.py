@@ -280,14 +280,25 @@ class ChecksumSlot:
 
 
 @dataclass(frozen=True, slots=True)
+class Carry:
+    """A stretch of a source file that goes into an output file as it is."""
+
+    source_file: str
+    source_offset: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class ArrangedFile:
-    """One output file: slots, literals and checksum slots tile it exactly."""
+    """One output file: slots, literals, checksum slots and carries tile it exactly."""
 
     path: str
     length_bytes: int
     slots: tuple[Slot, ...] = ()
     literals: tuple[Literal, ...] = ()
     checksums: tuple[ChecksumSlot, ...] = ()
+    carries: tuple[Carry, ...] = ()
     is_commit_record: bool = False
     """Whether its presence makes the snapshot readable, so that it is written last."""
 
