@@ -83,7 +83,7 @@ class TensorItem:
         spec = TensorSpec("", dtype, shape)
         file = arrange_archive("", tensor_record(spec, "0"), {"0": spec})
         (slot,) = file.slots
-        return cls(file.length_bytes, slot.offset, slot.length, _merged(file.literals), file.checksums)
+        return cls(file.length_bytes, slot.offset, slot.length, _merged(file.literals, slot.offset), file.checksums)
 
     def literals_at(self, base: int) -> Iterator[Literal]:
         """Its literals when it starts at byte `base`."""
@@ -94,12 +94,12 @@ class TensorItem:
         return (ChecksumSlot(base + x.offset, base + x.covers_offset, x.covers_length) for x in self.checksums)
 
 
-def _merged(literals: Sequence[Literal]) -> tuple[Literal, ...]:
-    """Neighbours that touch put together."""
+def _merged(literals: Sequence[Literal], place: int) -> tuple[Literal, ...]:
+    """Neighbours that touch put together, but not across the place of a slot, which may be empty."""
     groups: list[list[Literal]] = []
     for literal in literals:
         last = groups[-1][-1] if groups else None
-        if last is not None and last.offset + len(last.data) == literal.offset:
+        if last is not None and last.offset + len(last.data) == literal.offset != place:
             groups[-1].append(literal)
         else:
             groups.append([literal])
