@@ -21,15 +21,33 @@ from ckpttools.pickles.writer import write_pickle
 
 MANIFEST = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"
+Key = tuple[str, tuple[int, ...] | None]
+"""(name, offsets of the chunk); None for an object."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A box of a tensor that a rank writes."""
 
-    tensor: str
+    spec: TensorSpec
+    """Of the whole tensor."""
     box: Box
     rank: int
+
+    @property
+    def archive(self) -> TensorItem:
+        """The torch archive that holds it."""
+        return _tensor_item(self.spec.dtype, self.box.sizes)
+
+    @property
+    def length_bytes(self) -> int:
+        """Bytes of the archive."""
+        return self.archive.length_bytes
+
+    @property
+    def key(self) -> Key:
+        """By which the manifest finds it."""
+        return self.spec.name, self.box.offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +64,11 @@ class ObjectItem:
     def length_bytes(self) -> int:
         """Bytes of the archive."""
         return self.source[2] if self.source else len(self.data)
+
+    @property
+    def key(self) -> Key:
+        """By which the manifest finds it."""
+        return self.name, None
 
 
 def arrange_directory(
@@ -64,9 +87,8 @@ def arrange_directory(
 
     Raises: ConversionError: for a dtype that torch has no dense tensor of.
     """
-    items = [_Item(c.rank, chunk=c, dtype=spec.dtype) for spec, chunks in tensors for c in chunks]
-    items = [_Item(o.rank, stored=o) for o in objects] + items
-    places: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]] = {}
+    items: list[ObjectItem | Chunk] = [*objects, *(chunk for _, chunks in tensors for chunk in chunks)]
+    places: dict[Key, tuple[str, int, int]] = {}
     files = []
     for path, of_file in _divide(items, files_per_rank):
         file = _File(path)
@@ -83,51 +105,25 @@ def _tensor_item(dtype: DType, sizes: tuple[int, ...]) -> TensorItem:
     return TensorItem.of(dtype, sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """One stretch of a data file."""
-
-    rank: int
-    chunk: Chunk | None = None
-    dtype: DType | None = None
-    stored: ObjectItem | None = None
-
-    @property
-    def key(self) -> tuple[str, tuple[int, ...] | None]:
-        if self.chunk is not None:
-            return self.chunk.tensor, self.chunk.box.offsets
-        return (self.stored.name if self.stored else ""), None
-
-    @property
-    def archive(self) -> TensorItem:
-        assert self.chunk is not None
-        assert self.dtype is not None
-        return _tensor_item(self.dtype, self.chunk.box.sizes)
-
-    @property
-    def length_bytes(self) -> int:
-        return self.stored.length_bytes if self.stored else self.archive.length_bytes
-
-
-def _divide(items: Sequence[_Item], files_per_rank: int) -> Iterator[tuple[str, list[_Item]]]:
+def _divide(items: Sequence[ObjectItem | Chunk], files_per_rank: int) -> Iterator[tuple[str, list[ObjectItem | Chunk]]]:
     """(file, what is in it): objects first, as torch writes them; with several files the largest first to the emptiest."""
-    by_rank: dict[int, list[_Item]] = {}
+    by_rank: dict[int, list[ObjectItem | Chunk]] = {}
     for item in items:
         by_rank.setdefault(item.rank, []).append(item)
     for rank in sorted(by_rank):
-        bins: list[list[_Item]] = [[] for _ in range(files_per_rank)]
+        bins: list[list[ObjectItem | Chunk]] = [[] for _ in range(files_per_rank)]
         loads = [0] * files_per_rank
         own = by_rank[rank]
-        for i, item in enumerate(x for x in own if x.stored):
+        for i, item in enumerate(x for x in own if isinstance(x, ObjectItem)):
             bins[i % files_per_rank].append(item)
             loads[i % files_per_rank] += item.length_bytes
-        chunks = [x for x in own if x.chunk]
+        chunks = [x for x in own if isinstance(x, Chunk)]
         if files_per_rank > 1:
             chunks.sort(key=lambda x: -x.length_bytes)
-        for item in chunks:
+        for chunk in chunks:
             emptiest = loads.index(min(loads))
-            bins[emptiest].append(item)
-            loads[emptiest] += item.length_bytes
+            bins[emptiest].append(chunk)
+            loads[emptiest] += chunk.length_bytes
         for n, content in enumerate(x for x in bins if x):
             yield f"__{rank}_{n}.distcp", content
 
@@ -143,19 +139,19 @@ class _File:
     checksums: list[ChecksumSlot] = field(default_factory=list)
     carries: list[Carry] = field(default_factory=list)
 
-    def add(self, item: _Item) -> tuple[int, int]:
+    def add(self, item: ObjectItem | Chunk) -> tuple[int, int]:
         """Append an item; (offset, length) of it."""
         base = self.position
-        if item.chunk is not None:
+        if isinstance(item, Chunk):
             archive = item.archive
-            self.slots.append(Slot(item.chunk.tensor, item.chunk.box, base + archive.data_offset, archive.data_length))
+            self.slots.append(Slot(item.spec.name, item.box, base + archive.data_offset, archive.data_length))
             self.literals += archive.literals_at(base)
             self.checksums += archive.checksums_at(base)
-        elif item.stored is not None and item.stored.source is not None:
-            file, offset, length = item.stored.source
+        elif item.source is not None:
+            file, offset, length = item.source
             self.carries.append(Carry(file, offset, base, length))
-        elif item.stored is not None:
-            self.literals.append(Literal(base, item.stored.data))
+        else:
+            self.literals.append(Literal(base, item.data))
         self.position += item.length_bytes
         return base, item.length_bytes
 
@@ -174,7 +170,7 @@ class _File:
 def _metadata(
     tensors: Sequence[tuple[TensorSpec, Sequence[Chunk]]],
     objects: Sequence[ObjectItem],
-    places: Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]],
+    places: Mapping[Key, tuple[str, int, int]],
     paths: Mapping[str, Path] | None,
 ) -> Object:
     """The records of `torch.distributed.checkpoint.metadata.Metadata`."""
@@ -187,12 +183,12 @@ def _metadata(
             offsets = _size(chunk.box.offsets)
             sizes.append(_made("ChunkStorageMetadata", offsets=offsets, sizes=_size(chunk.box.sizes)))
             key = _made("MetadataIndex", fqn=spec.name, offset=offsets, index=index)
-            storage[key] = _place(places[spec.name, chunk.box.offsets])
+            storage[key] = _place(places[chunk.key])
         state = properties.setdefault(spec.dtype, _properties(spec.dtype))
         rows[spec.name] = _made("TensorStorageMetadata", properties=state, size=_size(spec.shape), chunks=sizes)
     for item in objects:
         rows[item.name] = Object(Global(_METADATA, "BytesStorageMetadata"), (), how="newobj")
-        storage[_made("MetadataIndex", fqn=item.name, offset=None, index=None)] = _place(places[item.name, None])
+        storage[_made("MetadataIndex", fqn=item.name, offset=None, index=None)] = _place(places[item.key])
     keys = None if paths is None else {name: tuple(paths[name]) for name in rows if isinstance(name, str)}
     return _made(
         "Metadata",

@@ -80,7 +80,7 @@ def arrange_ranks(
     rows = []
     for tensor in tensors:
         boxes = sorted(owned[tensor.spec.name].items(), key=_rank_of)
-        rows.append((tensor.spec, [Chunk(tensor.spec.name, box, rank) for box, rank in boxes]))
+        rows.append((tensor.spec, [Chunk(tensor.spec, box, rank) for box, rank in boxes]))
     entries = [(t.spec.name, t.path) for t in tensors] + [(o.name, o.path) for o in objects]
     paths: dict[str, Path] = {}
     for name, path in entries:
