@@ -17,7 +17,7 @@ from ckpttools.execute import Executed, run
 from ckpttools.execute.run import Finish
 from ckpttools.findings import Finding
 from ckpttools.layouts import SEAL_NAME, Snapshot, open_snapshot, sniff
-from ckpttools.model import ArrangedFile, Arrangement, FileEntry, TensorEntry
+from ckpttools.model import ArrangedFile, Arrangement, FileEntry
 from ckpttools.operations.prove import SourceProof
 from ckpttools.operations.select import Selection
 from ckpttools.plan import Plan
@@ -46,8 +46,6 @@ class Conversion:
     """What each cast could not keep, by output name."""
     seal: Seal | None = None
     """None for a dry run."""
-    carried: tuple[TensorEntry, ...] = ()
-    """Source tensors inside of objects that go over byte for byte."""
     resumed_bytes: int = 0
     """Bytes that an earlier, interrupted run had written."""
 
@@ -97,8 +95,7 @@ def _finisher(conversion: Conversion, snapshot: Snapshot, proof: SourceProof, se
 
     def finish(executed: Executed) -> dict[str, bytes]:
         proof.require({conversion.plan.tensors[t.spec.name].source.name: t.source_digest for t in executed.tensors})
-        inner = proof.digests_of(conversion.carried)
-        sealed.append(_seal(conversion, snapshot, executed, inner))
+        sealed.append(_seal(conversion, snapshot, executed))
         return {_seal_name(conversion): render_seal(sealed[0])}
 
     return finish
@@ -148,15 +145,14 @@ def companions(snapshot: Snapshot) -> list[FileEntry]:
     return [f for f in snapshot.checkpoint.files if f.role == "companion" and COMPANIONS.fullmatch(f.path)]
 
 
-def _seal(conversion: Conversion, snapshot: Snapshot, executed: Executed, inner: Sequence[TensorDigest]) -> Seal:
+def _seal(conversion: Conversion, snapshot: Snapshot, executed: Executed) -> Seal:
     """The seal of what was written: digests as they were computed on the way, so nothing is read again."""
-    tensors = (*(TensorDigest.of(t.spec, t.digest) for t in executed.tensors), *inner)
+    tensors = tuple(TensorDigest.of(t.spec, t.digest) for t in executed.tensors)
     pieces = {
         t.spec.name: tuple(SealedPiece(s.file, s.offset, s.length, s.box, s.digest) for s in t.slots) for t in executed.tensors
     }
     files = [SealedFile(f.path, f.length_bytes, _literal_digest(f)) for f in conversion.arrangement.files]
-    arranged = {f.path for f in conversion.arrangement.files}
-    files += [SealedFile(c.file, c.length, c.digest) for c in executed.carries if c.file not in arranged]
+    files += [SealedFile(c.file, c.length, c.digest) for c in executed.carries]
     groups: dict[str, list[str]] = {}
     for alias, kept in conversion.selection.aliases.items():
         groups.setdefault(kept, [kept]).append(alias)
@@ -170,8 +166,8 @@ def _seal(conversion: Conversion, snapshot: Snapshot, executed: Executed, inner:
 
 
 def _literal_digest(file: ArrangedFile) -> str:
-    """The digest of an output file that is known beforehand (an index); empty for the others."""
-    if file.slots or file.carries or file.checksums:
+    """The digest of an output file that has no tensors (an index); empty for the others."""
+    if file.slots:
         return ""
     return digest_bytes(b"".join(literal.data for literal in file.literals))
 
