@@ -20,6 +20,7 @@ from ckpttools.geometry import BoxIndex, cover
 from ckpttools.model import (
     ArrangedFile,
     Arrangement,
+    Carry,
     Checkpoint,
     ChecksumSlot,
     Extent,
@@ -33,16 +34,6 @@ from ckpttools.storage.source import Listing
 _BLOCK_BYTES = 4096
 _RECORD_BYTES = 512
 """What the journal takes per slot, roughly."""
-
-
-@dataclass(frozen=True, slots=True)
-class Carry:
-    """A stretch of a source file that goes into an output file as it is."""
-
-    source_file: str
-    source_offset: int
-    offset: int
-    length: int
 
 
 Segment = Slot | Carry | Literal | ChecksumSlot
@@ -222,7 +213,7 @@ def make(
 
 
 def _plan_file(file: ArrangedFile) -> PlannedFile:
-    segments: list[Segment] = [*file.slots, *file.literals, *file.checksums]
+    segments: list[Segment] = [*file.slots, *file.literals, *file.checksums, *file.carries]
     segments.sort(key=_place)
     position = 0
     for segment in segments:

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ckpttools"
 
 BLOCKS: tuple[tuple[str, ...], ...] = (
-    ("errors", "dtypes", "units", "findings", "model", "geometry"),
+    ("errors", "dtypes", "units", "findings", "model", "geometry", "toml"),
     ("placement",),
     ("storage",),
     ("pickles",),
@@ -51,6 +51,7 @@ FOUNDATION = {
     "dtypes": set(),
     "units": set(),
     "findings": set(),
+    "toml": {"errors"},
     "model": {"dtypes", "findings"},
     "geometry": {"model"},
 }

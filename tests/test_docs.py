@@ -290,6 +290,13 @@ def test_validate_prints_the_documented_fields(ckpttools: Run, path: str, depth:
     assert [] == list(mismatches(document, schema_fields("ckpttools/validate/1")))
 
 
+def test_reshard_prints_the_documented_fields(ckpttools: Run, tmp_path: Path) -> None:
+    source = FIXTURES / "torch/dcp_tp2/ckpt"
+    for options in (["--dry-run"], []):
+        document = ckpttools("reshard", source, tmp_path / "out", "--to", "dcp", "--mesh", "fsdp=2", "--json", *options).document
+        assert [] == list(mismatches(document, schema_fields("ckpttools/reshard/1")))
+
+
 def test_consolidate_prints_the_documented_fields(ckpttools: Run, tmp_path: Path) -> None:
     source, target = FIXTURES / "torch/dcp_fsdp2_w2/ckpt", tmp_path / "out"
     for options in (["--dry-run"], ["--dry-run", "--dtype", "bfloat16"], ["--dtype", "bfloat16"]):

@@ -36,7 +36,11 @@ def requirements(extra: str = "") -> set[str]:
 
 class TestDependencies:
     def test_core_needs_six_packages_and_nothing_else(self):
-        assert requirements() == {"click", "numpy", "safetensors", "tqdm", "fsspec", "blake3"}
+        assert requirements() - {"tomli"} == {"click", "numpy", "safetensors", "tqdm", "fsspec", "blake3"}
+
+    def test_toml_is_read_by_python_itself_from_3_11_on(self):
+        lines = [line for line in metadata.requires("ckpttools") or [] if line.startswith("tomli")]
+        assert [line.replace('"', "'").partition(";")[2].strip() for line in lines] == ["python_version < '3.11'"]
 
     def test_extras_are_those_documented(self):
         assert set(metadata.metadata("ckpttools").get_all("Provides-Extra")) == {"torch", "gcs", "s3", "zstd", "all", "test"}
@@ -99,6 +103,15 @@ class TestFiles:
 
     def test_package_is_marked_as_typed(self):
         assert (Path(ckpttools.__file__).parent / "py.typed").exists()
+
+    def test_rules_are_packaged(self):
+        from importlib.resources import files
+
+        from ckpttools.placement.rule_files import BUILT_IN, OTHERS
+
+        listed = {entry.name for entry in files("ckpttools.placement").joinpath("builtin").iterdir()}
+        assert listed == {f"{name}.toml" for name in BUILT_IN + OTHERS}
+        assert '"placement/builtin/*.toml"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
     def test_ci_script_can_be_run(self):
         assert CI.stat().st_mode & 0o111

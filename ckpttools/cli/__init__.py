@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "seal": "Record every file and digest beside a snapshot",
     "validate": "Check that a snapshot is whole, and that it is what it should be",
     "consolidate": "Turn a sharded checkpoint into portable files",
+    "reshard": "Lay a checkpoint out for another set of ranks",
     "status": "Say whether a run is saving, what is at risk, and how much still fits",
     "latest": "Print the newest snapshot that passes validation, for restart scripts",
     "prune": "Delete snapshots by retention rules; shows its decisions, deletes only with --apply",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 import click
@@ -11,7 +10,6 @@ from ckpttools.cli import documents, options, render
 from ckpttools.cli.session import take_snapshot
 from ckpttools.dtypes import DType, parse_dtype
 from ckpttools.errors import ExitCode
-from ckpttools.findings import CODES
 from ckpttools.units import render_bytes_short
 
 if TYPE_CHECKING:
@@ -42,14 +40,6 @@ def _dtype(_ctx: click.Context, _param: click.Parameter, value: str | None) -> D
     return found
 
 
-def _codes(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
-    for code in values:
-        if code not in CODES:
-            near = ", ".join(get_close_matches(code, CODES)) or "see docs/reference/findings.md"
-            raise click.BadParameter(f"no finding has the code `{code}` ({near})")
-    return values
-
-
 def _require_one_size(dst: str, format_: str | None, *, is_single_file: bool) -> None:
     """Refuse a shard size where there is only one file for it to divide."""
     source = click.get_current_context().get_parameter_source("max_shard_size")
@@ -65,22 +55,15 @@ def _require_one_size(dst: str, format_: str | None, *, is_single_file: bool) ->
 @options.max_shard_size
 @click.option("--single-file", is_flag=True, help="One file, whatever its size.")
 @click.option("--dtype", callback=_dtype, metavar="DTYPE", help="Cast floating-point tensors, rounding to nearest even.")
-@click.option("--include", multiple=True, metavar="GLOB", help="Take the tensors that match, of every family.")
-@click.option("--exclude", multiple=True, metavar="GLOB", help="Leave the tensors that match.")
-@click.option("--rename", multiple=True, metavar="REGEX=REPLACEMENT", help="Change names, in the order given.")
-@click.option("--strip-prefix", multiple=True, metavar="PREFIX", help="Take a prefix off names, before --rename.")
+@options.choice
 @click.option(
     "--weights-only/--everything",
     default=None,
     help="The model's tensors alone, or all families and objects.  [default: weights for safetensors, everything for torch]",
 )
 @click.option("--expand-tied", is_flag=True, help="Write tied tensors under each of their names.")
-@click.option(
-    "--allow-findings", multiple=True, metavar="CODE", callback=_codes, help="Go on in spite of errors with this code in SRC."
-)
-@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing; DST is not looked at.")
-@click.option("--overwrite", is_flag=True, help="Replace DST, once the new one is complete.")
-@click.option("--no-verify", is_flag=True, help="Do not read the output back.")
+@options.allow_findings
+@options.output
 @options.json_output
 @options.jobs
 @options.memory

@@ -13,6 +13,7 @@ from ckpttools.operations.validate import Validation
 
 if TYPE_CHECKING:
     from ckpttools.operations.conversion import Conversion
+    from ckpttools.operations.reshard import Resharding
 
 
 def findings(found: Iterable[Finding]) -> list[dict[str, str]]:
@@ -127,3 +128,36 @@ def conversion(result: Conversion) -> dict[str, Any]:
         counts = result.casts.get(cast["tensor"])
         cast["lost"] = {f.name: getattr(counts, f.name) for f in fields(counts)} if counts is not None else None
     return document
+
+
+def resharding(result: Resharding) -> dict[str, Any]:
+    """`ckpttools/reshard/1`: what was written, or with --dry-run what would be; how it is placed and what each rank draws on."""
+    converted = result.conversion
+    described = converted.plan.describe()
+    del described["casts"]
+    return {
+        "schema": "ckpttools/reshard/1",
+        "destination": converted.destination,
+        "target": result.target,
+        "mesh": dict(result.mesh.axes),
+        "is_written": converted.seal is not None,
+        "fingerprint": converted.seal.fingerprint if converted.seal else None,
+        "aliases": converted.selection.aliases,
+        "left": list(converted.selection.left),
+        "dropped": list(result.dropped),
+        "rules": result.placings.rules,
+        "placements": [
+            {"tensor": t.spec.name, "placement": str(t.placement) or "replicated", "reason": reason}
+            for t, reason in zip(result.placings.tensors, result.placings.reasons, strict=True)
+        ],
+        "ranks": [
+            {
+                "rank": draw.rank,
+                "at": draw.at,
+                "bytes": draw.length_bytes,
+                "sources": [{"file": file, "bytes": count} for file, count in sorted(draw.sources.items())],
+            }
+            for draw in result.draws()
+        ],
+        **described,
+    }

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any
 
 import click
 
+from ckpttools.findings import CODES
 from ckpttools.units import parse_bytes
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -49,6 +51,25 @@ def default_jobs() -> int:
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
+def _codes(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    for code in values:
+        if code not in CODES:
+            near = ", ".join(get_close_matches(code, CODES)) or "see docs/reference/findings.md"
+            raise click.BadParameter(f"no finding has the code `{code}` ({near})")
+    return values
+
+
+def _together(*decorators: Decorator) -> Decorator:
+    """Several options as one decorator, in the order in which help lists them."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return decorate
+
+
 path = click.argument("path", metavar="PATH")
 json_output = click.option("--json", "is_json", is_flag=True, help="Print one JSON document instead of text.")
 jobs = click.option("--jobs", "-j", type=click.IntRange(1, 256), default=default_jobs, show_default="processors", help="Threads.")
@@ -65,6 +86,22 @@ max_shard_size = click.option(
 verbose = click.option("--verbose", "-v", is_flag=True, help="Say more; tracebacks of unexpected errors.")
 quiet = click.option("--quiet", "-q", is_flag=True, help="No progress, and no text when all is well.")
 algorithm = click.option("--algorithm", type=click.Choice(["blake3", "sha256"]), default="blake3", help="Digest algorithm.")
+
+
+choice = _together(
+    click.option("--include", multiple=True, metavar="GLOB", help="Take the tensors that match, of every family."),
+    click.option("--exclude", multiple=True, metavar="GLOB", help="Leave the tensors that match."),
+    click.option("--rename", multiple=True, metavar="REGEX=REPLACEMENT", help="Change names, in the order given."),
+    click.option("--strip-prefix", multiple=True, metavar="PREFIX", help="Take a prefix off names, before --rename."),
+)
+allow_findings = click.option(
+    "--allow-findings", multiple=True, metavar="CODE", callback=_codes, help="Go on in spite of errors with this code in SRC."
+)
+output = _together(
+    click.option("--dry-run", is_flag=True, help="Print the plan and write nothing; DST is not looked at."),
+    click.option("--overwrite", is_flag=True, help="Replace DST, once the new one is complete."),
+    click.option("--no-verify", is_flag=True, help="Do not read the output back."),
+)
 
 
 def examples(*lines: str) -> str:

@@ -70,7 +70,7 @@ def _prune(
     run = require_run(location, pattern=parse_pattern(given["pattern"]) if given["pattern"] else None)
     removals: list[Removal] = []
     if is_applied:
-        removals += remove.finish_interrupted(run.location, jobs=given["jobs"], log=given["log"], clock=time.time)
+        removals += remove.finish_interrupted(run, jobs=given["jobs"], log=given["log"], clock=time.time, grace_s=policy.grace_s)
     decisions, room, why = _decide(run, policy, given)
     if not is_json and (is_verbose or not is_applied):
         for line in _table(run, decisions, why):
@@ -153,9 +153,10 @@ def _report(
     gone = [d.snapshot for d in decisions if not d.keep]
     freed = f"{render_bytes_short(sum(s.length_bytes for s in gone))} and {sum(s.inodes for s in gone)} inodes"
     failed = [r for r in removals if r.error]
+    deleted = sum(not r.error and not r.is_mark for r in removals)
     if is_told and is_applied:
         left = f", {len(failed)} failed" if failed else ""
-        render.write_data(f"deleted {len(removals) - len(failed)} snapshots: {freed}{left}")
+        render.write_data(f"deleted {deleted} snapshots: {freed}{left}")
     elif is_told:
         hint = "; pass --apply to delete" if gone else ""
         render.write_data(f"would delete {len(gone)} of {len(decisions)} snapshots: {freed}{hint}")
@@ -163,7 +164,10 @@ def _report(
         render.write_line(f"ckpttools: error: {r.error}: {render_name(run.place_of(r.path))}")
     for limit in missed:
         render.write_line(f"ckpttools: warning: still {limit} when all that may go is gone: {run.location}")
-    return ExitCode.FAILED if failed else ExitCode.WRONG if missed else ExitCode.OK
+    refused = [s for s in run.snapshots if s.is_unreadable]
+    for s in refused:
+        render.write_line(f"ckpttools: error: left alone, since it cannot be read: {s.why}: {render_name(run.place_of(s.path))}")
+    return ExitCode.FAILED if failed or refused else ExitCode.WRONG if missed else ExitCode.OK
 
 
 def _document(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import click
 
 from ckpttools.cli.options import SIZE, Decorator
-from ckpttools.errors import MissingExtraError, NotFoundError, UsageError
+from ckpttools.errors import NotFoundError, UsageError
 from ckpttools.snapshots.policy import ALL, Best, Policy
 from ckpttools.units import parse_duration
 
@@ -71,19 +70,13 @@ def _read_config(ctx: click.Context, _param: click.Parameter, value: str | None)
     """Take the options of a file as defaults; the command line goes before them."""
     if value is None:
         return None
-    try:
-        tomllib: Any = importlib.import_module("tomllib")
-    except ImportError as e:
-        raise MissingExtraError("--config needs Python 3.11 or newer, which reads TOML") from e
     from ckpttools.storage.source import open_source, read
+    from ckpttools.toml import parse_toml
 
     source, name = open_source(value)
     if not name:
         raise NotFoundError(f"a directory, not a file of options: {value}")
-    try:
-        found = tomllib.loads(read(source, name, 0, source.listing().length_bytes(name)).decode("utf-8"))
-    except ValueError as e:  # of TOML and of UTF-8
-        raise UsageError(f"not a TOML file: {value}", found=str(e)) from e
+    found = parse_toml(read(source, name, 0, source.listing().length_bytes(name)), value)
     options = {
         o.lstrip("-"): p for p in ctx.command.params for o in p.opts if o.startswith("--") and p.name not in _NOT_IN_A_FILE
     }

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ckpttools.dtypes import DType
 from ckpttools.errors import ConversionError
 from ckpttools.geometry import row_major_strides
 from ckpttools.model import ArrangedFile, ChecksumSlot, Literal, Path, PathKey, Slot, TensorSpec, render_path
@@ -56,6 +57,53 @@ def arrange_archive(path: str, value: object, storages: Mapping[str, TensorSpec]
         archive.add_slot(f"data/{key}", spec)
     archive.add_bytes("version", b"3\n")
     return archive.finish(path)
+
+
+def object_archive(value: object) -> bytes:
+    """The archive of a value without tensors. Pure."""
+    return b"".join(literal.data for literal in arrange_archive("", value, {}).literals)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorItem:
+    """The archive of one tensor of a dtype and shape, wherever it is put and whatever its values are.
+
+    Items of one dtype and shape differ in nothing but their values, so half a million of them share a few literals.
+    """
+
+    length_bytes: int
+    data_offset: int
+    data_length: int
+    literals: tuple[Literal, ...]
+    checksums: tuple[ChecksumSlot, ...]
+
+    @classmethod
+    def of(cls, dtype: DType, shape: tuple[int, ...]) -> TensorItem:
+        """Arrange it. Raises ConversionError for a dtype that torch has no dense tensor of."""
+        spec = TensorSpec("", dtype, shape)
+        file = arrange_archive("", tensor_record(spec, "0"), {"0": spec})
+        (slot,) = file.slots
+        return cls(file.length_bytes, slot.offset, slot.length, _merged(file.literals, slot.offset), file.checksums)
+
+    def literals_at(self, base: int) -> Iterator[Literal]:
+        """Its literals when it starts at byte `base`."""
+        return (Literal(base + x.offset, x.data) for x in self.literals)
+
+    def checksums_at(self, base: int) -> Iterator[ChecksumSlot]:
+        """Its checksum slots when it starts at byte `base`."""
+        return (ChecksumSlot(base + x.offset, base + x.covers_offset, x.covers_length) for x in self.checksums)
+
+
+def _merged(literals: Sequence[Literal], place: int) -> tuple[Literal, ...]:
+    """Neighbours that touch put together, but not across the place of a slot, which may be empty."""
+    groups: list[list[Literal]] = []
+    for literal in literals:
+        last = groups[-1][-1] if groups else None
+        if last is not None and last.offset + len(last.data) == literal.offset != place:
+            groups[-1].append(literal)
+        else:
+            groups.append([literal])
+    return tuple(Literal(group[0].offset, b"".join(x.data for x in group)) for group in groups)
 
 
 @dataclass(slots=True)

@@ -16,7 +16,8 @@ from ckpttools.execute.flow import Flow
 from ckpttools.execute.journal import Journal
 from ckpttools.execute.records import Place, Records
 from ckpttools.execute.sink import Sink
-from ckpttools.plan import Carry, Plan, PlannedTensor
+from ckpttools.model import Carry
+from ckpttools.plan import Plan, PlannedTensor
 from ckpttools.storage.local_target import LocalTarget
 
 _LARGE_BYTES = 8 << 20

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ckpttools.cast import CastCounts
-from ckpttools.model import Box, TensorSpec
-from ckpttools.plan import Carry, Plan, segment_length
+from ckpttools.model import Box, Carry, TensorSpec
+from ckpttools.plan import Plan, segment_length
 
 Place = tuple[int, int]
 """(position of a file in the plan, position of a segment in the file)."""

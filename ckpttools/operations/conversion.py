@@ -17,7 +17,7 @@ from ckpttools.execute import Executed, run
 from ckpttools.execute.run import Finish
 from ckpttools.findings import Finding
 from ckpttools.layouts import SEAL_NAME, Snapshot, open_snapshot, sniff
-from ckpttools.model import ArrangedFile, Arrangement, FileEntry
+from ckpttools.model import ArrangedFile, Arrangement, FileEntry, TensorEntry
 from ckpttools.operations.prove import SourceProof
 from ckpttools.operations.select import Selection
 from ckpttools.plan import Plan
@@ -46,6 +46,8 @@ class Conversion:
     """What each cast could not keep, by output name."""
     seal: Seal | None = None
     """None for a dry run."""
+    carried: tuple[TensorEntry, ...] = ()
+    """Source tensors inside of objects that go over byte for byte."""
     resumed_bytes: int = 0
     """Bytes that an earlier, interrupted run had written."""
 
@@ -95,7 +97,8 @@ def _finisher(conversion: Conversion, snapshot: Snapshot, proof: SourceProof, se
 
     def finish(executed: Executed) -> dict[str, bytes]:
         proof.require({conversion.plan.tensors[t.spec.name].source.name: t.source_digest for t in executed.tensors})
-        sealed.append(_seal(conversion, snapshot, executed))
+        inner = proof.digests_of(conversion.carried)
+        sealed.append(_seal(conversion, snapshot, executed, inner))
         return {_seal_name(conversion): render_seal(sealed[0])}
 
     return finish
@@ -145,14 +148,15 @@ def companions(snapshot: Snapshot) -> list[FileEntry]:
     return [f for f in snapshot.checkpoint.files if f.role == "companion" and COMPANIONS.fullmatch(f.path)]
 
 
-def _seal(conversion: Conversion, snapshot: Snapshot, executed: Executed) -> Seal:
+def _seal(conversion: Conversion, snapshot: Snapshot, executed: Executed, inner: Sequence[TensorDigest]) -> Seal:
     """The seal of what was written: digests as they were computed on the way, so nothing is read again."""
-    tensors = tuple(TensorDigest.of(t.spec, t.digest) for t in executed.tensors)
+    tensors = (*(TensorDigest.of(t.spec, t.digest) for t in executed.tensors), *inner)
     pieces = {
         t.spec.name: tuple(SealedPiece(s.file, s.offset, s.length, s.box, s.digest) for s in t.slots) for t in executed.tensors
     }
     files = [SealedFile(f.path, f.length_bytes, _literal_digest(f)) for f in conversion.arrangement.files]
-    files += [SealedFile(c.file, c.length, c.digest) for c in executed.carries]
+    arranged = {f.path for f in conversion.arrangement.files}
+    files += [SealedFile(c.file, c.length, c.digest) for c in executed.carries if c.file not in arranged]
     groups: dict[str, list[str]] = {}
     for alias, kept in conversion.selection.aliases.items():
         groups.setdefault(kept, [kept]).append(alias)
@@ -166,8 +170,8 @@ def _seal(conversion: Conversion, snapshot: Snapshot, executed: Executed) -> Sea
 
 
 def _literal_digest(file: ArrangedFile) -> str:
-    """The digest of an output file that has no tensors (an index); empty for the others."""
-    if file.slots:
+    """The digest of an output file that is known beforehand (an index); empty for the others."""
+    if file.slots or file.carries or file.checksums:
         return ""
     return digest_bytes(b"".join(literal.data for literal in file.literals))
 

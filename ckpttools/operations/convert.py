@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from ckpttools import plan as plans
 from ckpttools.cast import require_castable
-from ckpttools.containers.trees import sequence_branches
 from ckpttools.dtypes import DType
 from ckpttools.errors import UsageError
 from ckpttools.layouts import Snapshot, open_snapshot, safetensors, torch
 from ckpttools.model import Arrangement, Path, TensorSpec
 from ckpttools.operations.conversion import Conversion, Manner, carry_out, companions, require_replaceable, require_whole
+from ckpttools.operations.nesting import sequences_of
 from ckpttools.operations.select import Choice, Selection, select
 from ckpttools.plan import Plan
 
@@ -133,20 +133,7 @@ def _arrange_torch(snapshot: Snapshot, selection: Selection, specs: Sequence[Ten
         specs,
         paths=paths,
         objects=[o for o in selection.objects if o.record is not None or o.kind == "NoneType"],
-        sequences=_sequences(snapshot),
+        sequences=sequences_of(snapshot.checkpoint),
         aliases=selection.aliases,
         file_name=file_name,
     )
-
-
-def _sequences(snapshot: Snapshot) -> dict[Path, str]:
-    """Which branches of the source's nested values are lists and tuples."""
-    checkpoint = snapshot.checkpoint
-    found: dict[Path, str] = {}
-    if checkpoint.layout == "dcp":  # its planner makes dict keys text, so an integer is the place in a list
-        paths = [*(t.path for t in checkpoint.tensors), *(o.path for o in checkpoint.objects)]
-        for path in paths:
-            found |= {path[:i]: "list" for i, key in enumerate(path) if type(key) is int}
-    for path, value in checkpoint.trees.items():
-        found = {p: kind for p, kind in found.items() if p[: len(path)] != path or not path} | sequence_branches(value, path)
-    return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ckpttools.checksums import ChecksumIndex, ChecksumWatch
+from ckpttools.digest import TensorDigest
 from ckpttools.errors import FindingsError
 from ckpttools.findings import Finding
 from ckpttools.gather import Gather
@@ -58,6 +59,16 @@ class SourceProof:
             raise FindingsError(
                 f"the source is damaged, so nothing was written: {path}", errors, hints=[f"ckpttools validate {path}"]
             )
+
+    def digests_of(self, tensors: Sequence[TensorEntry]) -> list[TensorDigest]:
+        """Digests of further tensors of the source, read for it alone. Raises FindingsError where one cannot be read."""
+        if not tensors:
+            return []
+        scanned = scan(self._snapshot.source, self._snapshot.checkpoint, tensors=tensors, memory_bytes=self._memory_bytes)
+        errors = [f for f in scanned.findings if f.is_error]
+        if errors:
+            raise FindingsError(f"the source is damaged, so nothing was written: {self._snapshot.checkpoint.path}", errors)
+        return list(scanned.digests.values())
 
     def _differences(self, digests: Mapping[str, str]) -> list[Finding]:
         """Where the values are not as sealed."""

@@ -60,6 +60,10 @@ class Placement:
     """(axis, coordinates along it at which the tensor is): pipeline stages, the rank of an expert that has a name of its
     own. An axis that is not named does not exclude a rank."""
 
+    def __str__(self) -> str:
+        cuts = [f"{c.axis}: dim {c.dim}" + (f" in {len(c.sections)} sections" if len(c.sections) > 1 else "") for c in self.cuts]
+        return "; ".join(cuts + [f"{axis}: at {','.join(map(str, places))}" for axis, places in self.held_at])
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -107,12 +111,14 @@ def local_tensor(shape: Sequence[int], placement: Placement, mesh: Mesh, rank: i
     for cut in placement.cuts:
         if not 0 <= cut.dim < len(shape):
             raise ValueError(f"no dimension {cut.dim} in {list(shape)}")
-        runs[cut.dim] = _share(runs[cut.dim], cut.sections, sizes.get(cut.axis, 1), at.get(cut.axis, 0))
+        share = _share(runs[cut.dim], cut.sections, sizes.get(cut.axis, 1), at.get(cut.axis, 0))
+        # an empty share lies past the end, as torch records it: there no other box can start
+        runs[cut.dim] = share or [(shape[cut.dim],) * 2]
     return _assemble(runs)
 
 
 def _share(runs: list[tuple[int, int]], sections: Sequence[int], parts: int, index: int) -> list[tuple[int, int]]:
-    """The runs (start, stop) of a dimension that share `index` of `parts` has."""
+    """The runs (start, stop) of a dimension that share `index` of `parts` has; none for an empty share."""
     length = sum(stop - start for start, stop in runs)
     sections = sections or (length,)
     if sum(sections) != length:
@@ -122,30 +128,25 @@ def _share(runs: list[tuple[int, int]], sections: Sequence[int], parts: int, ind
         offset, size = split(section, parts)[index]
         found += _clip(runs, before + offset, before + offset + size)
         before += section
-    # an empty share keeps the place at which it is empty: torch records it
-    filled = [run for run in found if run[0] < run[1]]
-    return _joined(filled) if filled else found[:1]
+    return _joined(found)
 
 
 def _clip(runs: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
-    """What elements [start, stop) of concatenated runs are, as runs; one empty run for none."""
+    """What elements [start, stop) of concatenated runs are, as runs that are not empty."""
     found, before = [], 0
     for run_start, run_stop in runs:
         low, high = max(start - before, 0), min(stop - before, run_stop - run_start)
         if low < high:
             found.append((run_start + low, run_start + high))
         before += run_stop - run_start
-    if found:
-        return found
-    place = runs[-1][1] if runs else 0
-    return [(min(place, runs[0][0] + start if runs else 0),) * 2]
+    return found
 
 
 def _joined(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Runs with neighbours that touch made into one."""
-    found = [runs[0]]
-    for start, stop in runs[1:]:
-        if start == found[-1][1]:
+    found: list[tuple[int, int]] = []
+    for start, stop in runs:
+        if found and start == found[-1][1]:
             found[-1] = (found[-1][0], stop)
         else:
             found.append((start, stop))

@@ -21,6 +21,11 @@ class Snapshot:
     """When it was committed, or last written to."""
     record: str = ""
     is_outside: bool = False
+    """Whether it is reached through a link, so that it lies elsewhere."""
+    marks: tuple[str, ...] = ()
+    """Files or directories beside it that mark its save as not finished; they go after it."""
+    is_unreadable: bool = False
+    """Whether the storage refuses to show it; then it is foreign."""
 
     @property
     def order(self) -> tuple[int, float, str]:

@@ -33,6 +33,8 @@ _METRIC = re.compile(rf"([A-Za-z_][\w./]*)=({_VALUE})(?=[-_.]|$)", re.IGNORECASE
 _MARKS = (
     re.compile(r"(?P<base>.+?)-unfinished"),  # NeMo
     re.compile(r"(?P<base>.+?)__\d+__unfinished"),  # ML Flashpoint
+)
+_TEMPORARY = (
     re.compile(r"(?P<base>.+?)\.(?:tmp|incomplete|part|partial)"),
     re.compile(r"(?P<base>.+?)\.orbax-checkpoint-tmp-\d+"),
     re.compile(r"(?P<base>.+?\.)dirty\.(?P<suffix>pt)"),  # nvidia-resiliency-ext
@@ -68,11 +70,16 @@ def is_number(name: str) -> bool:
 
 def parse_mark(name: str) -> str | None:
     """The name of the snapshot whose save is marked as not finished by a file or directory of this name. Pure."""
-    for mark in _MARKS:
+    for mark in (*_MARKS, *_TEMPORARY):
         match = mark.fullmatch(name)
         if match:
             return match["base"] + (match["suffix"] if "suffix" in mark.groupindex else "")
     return None
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a name is one that data has until its save is done, and then is renamed. Pure."""
+    return any(mark.fullmatch(name) for mark in _TEMPORARY)
 
 
 def looks_like_snapshot(name: str) -> bool:

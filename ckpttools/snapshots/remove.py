@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 
 from ckpttools.errors import StorageError
 from ckpttools.snapshots.facts import PIN
+from ckpttools.snapshots.names import parse_mark, parse_step
 from ckpttools.snapshots.policy import COMMITTED, Decision
-from ckpttools.snapshots.runs import NESTS, Run, dated
+from ckpttools.snapshots.runs import NESTS, STAGE, Run, dated, nests_of
 from ckpttools.snapshots.trackers import read_tracker_claims
-from ckpttools.storage.trash import append_line, find_trash, move_to_trash, name_in_trash, remove_tree
+from ckpttools.storage.trash import Hidden, LocalTrash, append_line, require_log
 
 Clock = Callable[[], float]
 
@@ -30,10 +31,10 @@ class Removal:
     length_bytes: int
     inodes: int
     reasons: tuple[str, ...]
-    trash: str = ""
-    """Its trash name; empty while it has its own."""
     error: str = ""
     """Why it is still there, in part or whole."""
+    is_mark: bool = False
+    """Whether it is no snapshot but what marked the save of one as not finished."""
 
     def line(self, now: float) -> str:
         """Its line in the audit log: one JSON object."""
@@ -49,12 +50,34 @@ class Removal:
         return json.dumps(record)
 
 
-def finish_interrupted(root: str, *, jobs: int, log: str, clock: Clock) -> list[Removal]:
-    """Remove what earlier runs renamed and did not get to. Raises StorageError: the log cannot be written."""
+def finish_interrupted(run: Run, *, jobs: int, log: str, clock: Clock, grace_s: float = 0) -> list[Removal]:
+    """Remove what earlier runs hid and did not get to. Raises StorageError: the log cannot be written.
+
+    Args: grace_s: younger marks may be those of a new save under the same name, and stay.
+    """
     if log:
-        append_line(log, "")  # before anything is gone
-    found = [Removal(name_in_trash(t), None, 0, 0, ("left by an interrupted run",), t) for t in find_trash(root, NESTS)]
-    return list(_empty_trash(root, found, jobs=jobs, log=log, clock=clock))
+        require_log(log)  # before anything is gone
+    nests = (*NESTS, *(f"{nest}/{STAGE}".lstrip("/") for nest in NESTS))
+    found = LocalTrash(run.location).leftovers(nests)
+    hidden = [replace(h, marks=tuple(_marks_left(run, h, clock() - grace_s))) for h in found]
+    doomed = [(Removal(h.path, None, 0, 0, ("left by an interrupted run",)), h) for h in hidden]
+    return list(_clear(run, doomed, jobs=jobs, log=log, clock=clock))
+
+
+def _marks_left(run: Run, hidden: Hidden, before_s: float) -> Iterator[str]:
+    """The marks of a snapshot that an interrupted run hid; not those of a save that has begun under its name since."""
+    tree = run.tree
+    directory, _, name = hidden.path.rpartition("/")
+    if tree.is_directory(hidden.path) or tree.is_file(hidden.path) or not tree.is_directory(directory):
+        return
+    prefix = f"{directory}/" if directory else ""
+    step = parse_step(name)
+    there = [prefix + n for n in (*tree.files[directory], *tree.subdirectories(directory)) if parse_mark(n) == name]
+    there += [f"{prefix}{STAGE}/{n}" for n in tree.subdirectories(prefix + STAGE) if n == f"{step}.done"]
+    for mark in there:
+        status = tree.status(mark)
+        if status is not None and status.modified_s is not None and status.modified_s < min(hidden.hidden_s, before_s):
+            yield mark
 
 
 def remove(run: Run, decisions: Sequence[Decision], *, jobs: int, log: str, clock: Clock) -> Iterator[Removal]:
@@ -63,22 +86,27 @@ def remove(run: Run, decisions: Sequence[Decision], *, jobs: int, log: str, cloc
     Raises: StorageError: the run directory or the log cannot be used; nothing more is deleted then.
     """
     if log:
-        append_line(log, "")
+        require_log(log)
     doomed = sorted((d for d in decisions if not d.keep), key=lambda d: d.snapshot.time_order)
-    moved: list[Removal] = []
+    marks = {s.path: s.marks for s in run.snapshots}
+    trash = LocalTrash(run.location)
+    moved: list[tuple[Removal, Hidden]] = []
     guard = Guard(run, decisions)
     for decision in doomed:
         s = decision.snapshot
         removal = Removal(s.path, s.step, s.length_bytes, s.inodes, decision.reasons)
         try:
+            if guard.is_gone(s.path):  # a trainer deletes, too
+                yield _logged(replace(removal, reasons=(*removal.reasons, "another process has deleted it")), log, clock)
+                continue
             changed = guard.what_changed(s.path)
             if changed:
                 yield _logged(replace(removal, error=f"not deleted: {changed}"), log, clock)
             else:
-                moved.append(replace(removal, trash=move_to_trash(run.location, s.path)))
+                moved.append((removal, trash.hide(s.path, marks[s.path])))
         except StorageError as e:
             yield _logged(replace(removal, error=f"not deleted: {e.message}: {e.where}"), log, clock)
-    yield from _empty_trash(run.location, moved, jobs=jobs, log=log, clock=clock)
+    yield from _clear(run, moved, jobs=jobs, log=log, clock=clock)
 
 
 class Guard:
@@ -93,14 +121,16 @@ class Guard:
         kept = [d.snapshot for d in decisions if d.keep and d.snapshot.state == COMMITTED]
         self._newest = max(kept, key=lambda s: s.order).path if kept else ""
 
+    def is_gone(self, path: str) -> bool:
+        """Whether another process has deleted it. Raises StorageError."""
+        return self._run.tree.status(path) is None
+
     def what_changed(self, path: str) -> str:
         """What is other than when it was decided; empty when nothing is. Raises StorageError."""
         tree, snapshot = self._run.tree, self._snapshots[path]
-        if tree.status(path) is None:
-            return "it is gone already"
         if self._newest and tree.status(f"{self._newest}/{self._snapshots[self._newest].record}".rstrip("/")) is None:
             return f"{self._newest}, which was to stay, is gone"
-        claims = read_tracker_claims(tree, NESTS, self._run.states, self._run.steps)
+        claims = read_tracker_claims(tree, nests_of(tree), self._run.states, self._run.steps)
         naming = next((c.tracker for c in claims if c.path == path), "")
         if naming:
             return f"{naming} points to it now"
@@ -109,10 +139,14 @@ class Guard:
         return "" if dated(tree, snapshot).time_s == snapshot.time_s else "it was written to since"
 
 
-def _empty_trash(root: str, moved: Sequence[Removal], *, jobs: int, log: str, clock: Clock) -> Iterator[Removal]:
+def _clear(run: Run, moved: Sequence[tuple[Removal, Hidden]], *, jobs: int, log: str, clock: Clock) -> Iterator[Removal]:
+    trash = LocalTrash(run.location)
     with ThreadPoolExecutor(jobs) as pool:
-        for removal, error in zip(moved, pool.map(lambda r: remove_tree(root, r.trash), moved), strict=True):
-            yield _logged(replace(removal, error=error), log, clock)
+        for (removal, _), cleared in zip(moved, pool.map(trash.clear, [hidden for _, hidden in moved]), strict=True):
+            yield _logged(replace(removal, error=cleared.error), log, clock)
+            for mark, error in cleared.marks.items():
+                reasons = (f"marks {removal.path}, which is gone",)
+                yield _logged(Removal(mark, removal.step, 0, 1, reasons, error, is_mark=True), log, clock)
 
 
 def _logged(removal: Removal, log: str, clock: Clock) -> Removal:

@@ -45,7 +45,7 @@ class Alert:
     """One thing that somebody should look at."""
 
     kind: str
-    """`no-commit`, `late`, `space`, `inodes`, `need` or `tracker`."""
+    """`no-commit`, `late`, `space`, `inodes`, `need`, `tracker` or `unreadable`."""
     message: str
 
 
@@ -139,7 +139,11 @@ def _fits(room: Room, length_bytes: int | None, inodes: int | None) -> int | Non
 
 
 def _with_alerts(status: Status, limits: Limits) -> Status:
-    alerts = [Alert("tracker", _told(f)) for f in status.findings if f.is_error]
+    alerts = [
+        Alert("unreadable", f"{f.where} cannot be read: {f.found}") if f.code == "unreadable-file" else Alert("tracker", _told(f))
+        for f in status.findings
+        if f.is_error
+    ]
     if status.newest is None:
         alerts.append(Alert("no-commit", "no committed snapshot"))
     elif status.due_in_s is not None and status.due_in_s < 0:

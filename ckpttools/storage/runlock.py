@@ -8,7 +8,6 @@ another host lives cannot be told from here.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -17,9 +16,9 @@ from collections.abc import Iterator
 
 from ckpttools.errors import LockedError
 from ckpttools.storage.source import storage_error
+from ckpttools.storage.trash import FULL
 
 LOCK_NAME = ".ckpttools-prune.lock"
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _PAUSE_S = 0.5
 
 
@@ -65,7 +64,7 @@ def _try_lock(directory: str, now: float, fds: list[int]) -> str | None:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError as e:
-        if e.errno in _FULL:  # which is when people prune; the lock on the directory has to do
+        if e.errno in FULL:  # the lock on the directory has to do
             return None
         raise
     fds.append(fd)

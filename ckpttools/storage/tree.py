@@ -6,7 +6,7 @@ listing seconds. So `read_tree` takes names only, and `Tree.measure` asks for le
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -43,9 +43,12 @@ class Tree:
     """Symbolic links in the run directory or one below it -> what they lead to, as an absolute path."""
     real: str = ""
     """The run directory without symbolic links; empty for a URL."""
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """Directories that the storage refuses to list -> why; they look empty."""
     listing: Listing | None = None
     """For a URL: what the store listed, with lengths."""
     _children: dict[str, list[str]] = field(default_factory=dict)
+    _refusals: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_local(self) -> bool:
@@ -104,14 +107,16 @@ class Tree:
         return Measure(length_bytes, inodes, min(times, default=None), max(times, default=None), tuple(empty))
 
     def status(self, path: str) -> ListedFile | None:
-        """Length and time of a file or directory; None when it is gone. Raises StorageError."""
+        """Length and time of a file or directory; None when it is gone, or a link to nothing. Raises StorageError."""
         if self.listing is not None:
             return self.listing.files.get(path)
         try:
             found = os.stat(os.path.join(self.location, path))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as e:
+            if e.errno == errno.ELOOP:
+                return None
             raise storage_error(e, path) from e
         return ListedFile(path, found.st_size, found.st_mtime, is_regular=stat.S_ISREG(found.st_mode))
 
@@ -127,10 +132,13 @@ class Tree:
         except (NotFoundError, UnicodeDecodeError):
             return ""
 
-    def leads_outside(self, path: str) -> bool:
-        """Whether a link of the run directory leads out of its real path."""
-        target = self.links.get(path)
-        return target is not None and not f"{target}/".startswith(self.real.rstrip("/") + "/")
+    def refusal(self, path: str) -> str:
+        """Why a snapshot, or a part of it, cannot be listed; empty when it can."""
+        if self.unreadable and not self._refusals:
+            for directory, why in self.unreadable.items():
+                parts = directory.split("/")
+                self._refusals |= {"/".join(parts[: i + 1]): why for i in range(len(parts))}
+        return self._refusals.get(path, "")
 
     def linked(self, path: str) -> str:
         """The path in the run directory that a link leads to; empty when it leads elsewhere."""
@@ -165,14 +173,25 @@ def _scan(tree: Tree, directory: str, depth: int) -> None:
             is_link = entry.is_symlink()
             if is_link and path.count("/") <= 1:
                 tree.links[path] = os.path.realpath(entry.path)
-            if not entry.is_dir(follow_symlinks=path.count("/") <= 1):
+            if not _is_directory(entry, follow_symlinks=path.count("/") <= 1):
                 tree.files[directory].append(entry.name)
             elif depth > 1 and not (is_link and f"{tree.real}/".startswith(tree.links.get(path, "/") + "/")):
                 below.append(path)
     tree.files[directory].sort()
     for path in sorted(below):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # deleted while we were listing
+        try:
             _scan(tree, path, depth - 1)
+        except (FileNotFoundError, NotADirectoryError):  # deleted while we were listing
+            continue
+        except OSError as e:  # `lost+found`, or another user's
+            tree.unreadable[path] = storage_error(e, path).message
+
+
+def _is_directory(entry: os.DirEntry[str], *, follow_symlinks: bool) -> bool:
+    try:
+        return entry.is_dir(follow_symlinks=follow_symlinks)
+    except OSError:  # a link to itself, or to where we may not look
+        return False
 
 
 def _tree_of_listing(location: str, listing: Listing) -> Tree:

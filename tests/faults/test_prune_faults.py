@@ -15,9 +15,9 @@ import pytest
 
 from ckpttools.cli import main
 from ckpttools.operations.validate import validate
-from ckpttools.snapshots.runs import read_run
+from ckpttools.snapshots.runs import STAGE, read_run
 from ckpttools.storage.trash import PREFIX
-from tests.run_trees import make_tiny
+from tests.run_trees import NOW, make_tiny
 
 CALLS = (
     "rename",
@@ -46,6 +46,11 @@ def new_run(tmp_path: Path) -> Callable[[], Path]:
         run = tmp_path / str(next(count)) / "run"
         for step in range(1, 5):
             make_tiny(run / f"step-{step}", age_h=24 * (10 - step), step=step)
+        (run / STAGE / "2.done").mkdir(parents=True)
+        for mark in ("step-1-unfinished", "._dlrover_ckpt_stage/2.done/0"):
+            (run / mark).touch()
+        for mark in ("step-1-unfinished", "._dlrover_ckpt_stage/2.done/0", "._dlrover_ckpt_stage/2.done"):
+            os.utime(run / mark, (NOW - 9 * 86400,) * 2)
         make_tiny(run / f"{PREFIX}01234567-step-0")
         return run
 
@@ -87,15 +92,17 @@ def broken(_name: str) -> None:
 
 def assert_whole(run: Path) -> None:
     """Every snapshot that is listed is whole, and those to be kept are among them."""
-    listed = {s.path: s for s in read_run(str(run)).snapshots}
+    listed = {s.path: s.state for s in read_run(str(run)).snapshots}
     assert set(listed) >= KEPT
-    for path in listed:
+    for path, state in listed.items():
+        assert ("committed" if path in KEPT else "unfinished") == state, path  # never without its mark
         assert "ok" == validate(str(run / path), depth="structure").verdict, path
 
 
 def assert_finished(run: Path) -> None:
     assert 0 == prune(run)
-    assert KEPT == {p.name for p in run.iterdir()}
+    assert KEPT == {p.name for p in run.iterdir() if p.name != STAGE}
+    assert [] == list((run / STAGE).iterdir())
 
 
 @pytest.mark.slow

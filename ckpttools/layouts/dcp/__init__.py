@@ -1,14 +1,22 @@
 """DCP directories: `.metadata` (or one per rank) and `__<rank>_<n>.distcp`, in every dialect of torch's writers.
 
-What the files hold is read by `containers.dcp_directory`; here is where trainers put such directories.
+What the files hold is read by `containers.dcp_directory` and arranged by `containers.dcp_arrange`; here is where trainers put
+such directories, and what torch's planner makes of a nested state dict.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 
+from ckpttools.containers.dcp_arrange import Chunk, ObjectItem, arrange_directory
 from ckpttools.containers.dcp_directory import find_directory, read_directory
+from ckpttools.containers.torch_archive import object_archive
+from ckpttools.errors import ConversionError
 from ckpttools.layouts.base import Contents, Part, Peek
+from ckpttools.model import Arrangement, Mesh, ObjectEntry, Path, render_path
+from ckpttools.placement.dedup import owners
+from ckpttools.placement.local import PlacedTensor
 from ckpttools.storage.source import Listing, Source
 
 _FAMILIES = (
@@ -50,3 +58,52 @@ class Dcp:
 
 
 LAYOUT = Dcp()
+
+
+def arrange_ranks(
+    tensors: Sequence[PlacedTensor],
+    mesh: Mesh,
+    *,
+    objects: Sequence[ObjectEntry] = (),
+    sequences: Mapping[Path, str],
+    files_per_rank: int = 1,
+) -> Arrangement:
+    """A DCP directory as the ranks of a mesh would have written it together. Pure.
+
+    Args:
+        objects: an object that is a whole torch file in the source goes over byte for byte, others are pickled.
+        sequences: path of each branch that is a `list` or a `tuple`; all others are dicts.
+
+    Raises: ConversionError: for a dtype that torch has no dense tensor of, or two entries of one name.
+    """
+    owned = owners(tensors, mesh)
+    rows = []
+    for tensor in tensors:
+        boxes = sorted(owned[tensor.spec.name].items(), key=_rank_of)
+        rows.append((tensor.spec, [Chunk(tensor.spec, box, rank) for box, rank in boxes]))
+    entries = [(t.spec.name, t.path) for t in tensors] + [(o.name, o.path) for o in objects]
+    paths: dict[str, Path] = {}
+    for name, path in entries:
+        if name in paths:
+            raise ConversionError(f"two entries have the name `{name}`, and DCP tells them apart by it alone")
+        paths[name] = _keys(name, path, sequences)
+    items = [_object_item(o) for o in objects]
+    return Arrangement(LAYOUT.name, arrange_directory(rows, items, paths=paths, files_per_rank=files_per_rank))
+
+
+def _rank_of(owned: tuple[object, int]) -> int:
+    return owned[1]
+
+
+def _keys(name: str, path: Path, sequences: Mapping[Path, str]) -> Path:
+    """The path as torch's planner records it: places in lists are numbers, every key of a dict is text."""
+    if render_path(path) != name:
+        return (name,)
+    return tuple(key if path[:i] in sequences else render_path((key,)) for i, key in enumerate(path))
+
+
+def _object_item(entry: ObjectEntry) -> ObjectItem:
+    extent = entry.extent
+    if extent is not None and extent.container == "torch" and extent.encoding is None:
+        return ObjectItem(entry.name, source=(extent.file, extent.offset, extent.length))
+    return ObjectItem(entry.name, data=object_archive(entry.record))

@@ -15,7 +15,7 @@ from ckpttools.storage.runlock import LOCK_NAME, run_lock
 from ckpttools.storage.trash import PREFIX
 from tests.conftest import Answer
 from tests.fixture_cases import FIXTURES
-from tests.run_trees import make, make_real, make_tiny
+from tests.run_trees import aged, make, make_real, make_tiny
 
 Run = Callable[..., Answer]
 ALL_MAY_GO = ("--max-delete-fraction", 1)
@@ -103,10 +103,76 @@ def test_an_old_one_that_misses_a_file_goes(ckpttools: Run, tmp_path: Path) -> N
     assert ["step-2", "step-3"] == left(tmp_path)
 
 
-def test_the_marks_of_a_dead_save_do_not_keep_it(ckpttools: Run, run: Path) -> None:
+MARKS = ("step-1-unfinished", "step-1__0__unfinished", "step-1.tmp", "._dlrover_ckpt_stage/1.done/0", "tmp-step-1")
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_the_mark_of_a_dead_save_goes_after_it_and_is_logged(ckpttools: Run, run: Path, tmp_path: Path, mark: str) -> None:
+    make(run, [mark])
+    aged(run / mark.rpartition("/")[0], 24 * 9)
+    assert Answer(0, "", "") == ckpttools("prune", run, "--keep-last", 3, "--apply", "--log", tmp_path / "log")
+    assert ["step-2", "step-3", "step-4"] == [n for n in left(run) if n != "._dlrover_ckpt_stage"]
+    assert not (run / mark).exists()
+    first, second = (json.loads(line) for line in (tmp_path / "log").read_text().splitlines())
+    assert ("step-1", mark.removesuffix("/0")) == (first["path"], second["path"])
+    assert ["marks step-1, which is gone"] == second["reasons"]
+
+
+def test_a_mark_that_was_just_made_is_a_save_that_is_going_on(ckpttools: Run, run: Path) -> None:
     (run / "step-1-unfinished").touch()
     assert Answer(0, "", "") == ckpttools("prune", run, "--keep-last", 3, "--apply")
+    assert ["step-1", "step-1-unfinished", "step-2", "step-3", "step-4"] == left(run)
+
+
+def test_a_mark_stays_when_its_snapshot_stays(ckpttools: Run, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(run, ["step-1-unfinished"])
+    aged(run, 24 * 9)
+    real = os.rename
+
+    def rename(source: str, target: str) -> None:
+        raise PermissionError(13, "Permission denied", source)
+
+    monkeypatch.setattr(os, "rename", rename)
+    assert 4 == ckpttools("prune", run, "--keep-last", 3, "--apply").exit_code
+    assert {"step-1", "step-1-unfinished"} <= set(left(run))
+    monkeypatch.setattr(os, "rename", real)
+    assert 0 == ckpttools("prune", run, "--keep-last", 3, "--apply").exit_code
+    assert ["step-2", "step-3", "step-4"] == left(run)
+
+
+def test_a_mark_that_cannot_be_removed_is_tried_again(ckpttools: Run, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(run, ["step-1-unfinished"])
+    aged(run, 24 * 9)
+    real = os.unlink
+
+    def unlink(path: str, **more: object) -> None:
+        if str(path).endswith("unfinished"):
+            raise PermissionError(13, "Permission denied", path)
+        real(path, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    answer = ckpttools("prune", run, "--keep-last", 3, "--apply")
+    assert (4, 2) == (answer.exit_code, len(answer.stderr.splitlines()))
+    monkeypatch.setattr(os, "unlink", real)
+    assert Answer(0, "", "") == ckpttools("prune", run, "--keep-last", 3, "--apply")
+    assert ["step-2", "step-3", "step-4"] == left(run)
+
+
+def test_the_mark_of_a_new_save_under_the_name_of_one_that_went_stays(ckpttools: Run, run: Path) -> None:
+    (run / "step-1").rename(run / f"{PREFIX}01234567-step-1")
+    (run / "step-1-unfinished").touch()
+    assert Answer(0, "", "") == ckpttools("prune", run, "--keep-last", 3, "--apply", "--grace", "0s")
     assert ["step-1-unfinished", "step-2", "step-3", "step-4"] == left(run)
+
+
+def test_data_under_a_temporary_name_is_a_snapshot_of_its_own(ckpttools: Run, run: Path) -> None:
+    make_tiny(run / "tmp-step-2", age_h=24 * 8)
+    make_tiny(run / "step-4.tmp", age_h=1)
+    found = {
+        d["path"]: (d["state"], d["keep"]) for d in ckpttools("prune", run, "--keep-last", 3, "--json").document["decisions"]
+    }
+    assert ("committed", True) == found["step-2"] == found["step-4"]
+    assert (("unfinished", False), ("unfinished", True)) == (found["tmp-step-2"], found["step-4.tmp"])
 
 
 def test_a_line_break_in_a_name_makes_no_row(ckpttools: Run, run: Path) -> None:
@@ -363,8 +429,11 @@ def test_what_changes_after_the_decision_is_seen(run: Path, change: str) -> None
     else:
         (run / ("step-1" if change == "gone" else "step-4")).rename(run / "elsewhere")
     (removal,) = remove(found, decisions, jobs=1, log="", clock=lambda: 0)
-    assert removal.error.startswith("not deleted: ")
-    assert (run / "step-1").exists() == (change != "gone")
+    if change == "gone":
+        assert ("", "another process has deleted it") == (removal.error, removal.reasons[-1])
+    else:
+        assert removal.error.startswith("not deleted: ")
+        assert (run / "step-1").exists()
 
 
 def test_one_that_cannot_be_deleted_does_not_keep_the_others(ckpttools: Run, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

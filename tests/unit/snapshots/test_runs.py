@@ -162,6 +162,28 @@ def test_links_are_claims_and_no_second_snapshots(tmp_path):
     }
 
 
+def test_a_link_to_what_has_no_other_name_is_a_snapshot_that_lies_elsewhere(tmp_path):
+    make(tmp_path / "archive" / "a")
+    make(tmp_path / "archive" / "5.bin", ["x"])
+    (tmp_path / "step-1").symlink_to("archive/a")
+    (tmp_path / "step-2.ckpt").symlink_to("archive/5.bin/x")
+    (tmp_path / "step-3").symlink_to("nowhere")
+    (tmp_path / "step-4.ckpt").symlink_to("nowhere")
+    (tmp_path / "step-5").symlink_to("step-5")
+    run = read_run(str(tmp_path))
+    assert [("step-1", True), ("step-2.ckpt", True)] == [(s.path, s.is_outside) for s in run.snapshots]
+    assert {"step-3", "step-4.ckpt", "step-5"} == {f.where for f in run.findings()}
+
+
+def test_two_names_of_one_directory_of_snapshots_are_listed_once(tmp_path):
+    make(tmp_path / "run" / "checkpoint" / "step-1")
+    (tmp_path / "run" / "ckpt").symlink_to("checkpoint")
+    make(tmp_path / "elsewhere" / "step-2")
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    run = read_run(str(tmp_path / "run"))
+    assert [("checkpoint/step-1", False), ("checkpoints/step-2", True)] == [(s.path, s.is_outside) for s in run.snapshots]
+
+
 def test_a_run_that_went_back_is_a_finding(tmp_path):
     make(tmp_path / "step-1", age_h=1)
     make(tmp_path / "step-2", age_h=2)

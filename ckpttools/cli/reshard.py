@@ -1,0 +1,170 @@
+"""`ckpttools reshard`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from ckpttools.cli import documents, options, render
+from ckpttools.cli.session import take_snapshot
+from ckpttools.errors import ExitCode
+from ckpttools.model import Mesh
+from ckpttools.units import render_bytes_short
+
+if TYPE_CHECKING:
+    from ckpttools.operations.reshard import Resharding
+
+_TARGETS = ("dcp",)
+_EPILOG = options.examples(
+    "ckpttools reshard checkpoint/step-1000 restart/ --to dcp --mesh fsdp=48",
+    "ckpttools reshard checkpoint/step-1000 restart/ --to dcp --mesh tp=2,fsdp=4 --dry-run",
+    "ckpttools reshard checkpoint/step-1000 restart/ --to dcp --mesh dp=2,fsdp=4 --placements source",
+)
+
+
+class _MeshType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.2 on, and 8.1 is supported
+    name = "mesh"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Mesh:
+        try:
+            return value if isinstance(value, Mesh) else Mesh.parse(str(value))
+        except ValueError as e:
+            self.fail(str(e), param, ctx)
+
+
+def _stages(_ctx: click.Context, _param: click.Parameter, value: str | None) -> tuple[int, ...]:
+    try:
+        counts = tuple(int(n) for n in value.split(",")) if value else ()
+    except ValueError as e:
+        raise click.BadParameter(f"`{value}` is no list of numbers like 8,8,7") from e
+    if any(n < 1 for n in counts):
+        raise click.BadParameter("every stage has at least one layer")
+    return counts
+
+
+@click.command("reshard", epilog=_EPILOG)
+@click.argument("src", metavar="SRC")
+@click.argument("dst", metavar="DST")
+@click.option("--to", "target", type=click.Choice(_TARGETS), required=True, help="What to write.")
+@click.option("--mesh", type=_MeshType(), required=True, metavar="AXES", help="Axes and sizes: fsdp=8, or tp=2,fsdp=4.")
+@click.option(
+    "--placements",
+    default="",
+    metavar="RULES",
+    help="A built-in set (llama, gpt2, ...), a TOML file, or `source` for how SRC was cut.  [default: by the names]",
+)
+@click.option("--pp-layers", callback=_stages, metavar="N,N,...", help="Layers of each pipeline stage.  [default: equal blocks]")
+@click.option("--model-config", metavar="FILE", help="A config.json or params.json with the numbers of heads.  [default: SRC's]")
+@click.option("--files-per-rank", type=click.IntRange(1, 1024), default=1, show_default=True, help="Data files of each rank.")
+@options.choice
+@click.option("--weights-only", is_flag=True, help="The model's tensors alone, without optimizer state and objects.")
+@click.option("--drop", is_flag=True, help="Leave behind what the target cannot hold.")
+@options.allow_findings
+@options.output
+@options.json_output
+@options.jobs
+@options.memory
+@options.quiet
+@options.verbose
+def command(
+    src: str,
+    dst: str,
+    target: str,
+    mesh: Mesh,
+    placements: str,
+    pp_layers: tuple[int, ...],
+    model_config: str | None,
+    files_per_rank: int,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    rename: tuple[str, ...],
+    strip_prefix: tuple[str, ...],
+    weights_only: bool,
+    drop: bool,
+    allow_findings: tuple[str, ...],
+    dry_run: bool,
+    overwrite: bool,
+    no_verify: bool,
+    is_json: bool,
+    jobs: int,
+    memory: int,
+    quiet: bool,
+    verbose: bool,
+) -> ExitCode:
+    """Lay a checkpoint of any layout out for the ranks of a mesh: each rank finds its own share in files of its own.
+
+    The axes are dp (replicas), fsdp (rows of everything), tp (by rules for each kind of tensor), ep (experts) and pp (stages
+    of layers); ranks are numbered with tp varying fastest, then ep, fsdp, dp and pp. Nothing is computed: every tensor is
+    copied, its digest compared with the source's, the output sealed, and only then given its name. Optimizer state and
+    objects come along. An interrupted run goes on where it stopped when called again.
+    """
+    from ckpttools.operations.conversion import Manner
+    from ckpttools.operations.place import Placing
+    from ckpttools.operations.reshard import reshard
+    from ckpttools.operations.select import Choice, Renaming
+
+    choice = Choice(include, exclude, weights_only or None, Renaming.parse(strip_prefix, rename))
+    location = take_snapshot(src)
+    with render.late_progress("writing", is_quiet=quiet, is_verbose=verbose) as (report, set_total):
+        resharding = reshard(
+            location,
+            dst,
+            target=target,
+            mesh=mesh,
+            choice=choice,
+            placing=Placing(placements, pp_layers, model_config),
+            files_per_rank=files_per_rank,
+            is_dropping=drop,
+            is_dry_run=dry_run,
+            manner=Manner(allow_findings, overwrite, not no_verify, jobs, memory, report),
+            on_plan=lambda plan: set_total(plan.bytes_written),
+        )
+    if is_json:
+        render.write_json(documents.resharding(resharding))
+    elif dry_run:
+        _write_plan(resharding)
+    elif not quiet:
+        _write_summary(resharding)
+    return ExitCode.OK
+
+
+def _write_plan(resharding: Resharding) -> None:
+    """How each tensor is placed, what each rank draws on, and what would be written."""
+    document = documents.resharding(resharding)
+    placed = [("placement", "because", "tensor")]
+    placed += [(t["placement"], t["reason"], t["tensor"]) for t in document["placements"]]
+    for line in render.table(placed):
+        render.write_data(line)
+    render.write_data("")
+    rows = [("rank", "at", "bytes", "from")]
+    for rank in document["ranks"]:
+        drawn = ", ".join(f"{s['file']} ({render_bytes_short(s['bytes'])})" for s in rank["sources"][:4])
+        more = ", ..." if len(rank["sources"]) > 4 else ""
+        rows.append((str(rank["rank"]), rank["at"], str(rank["bytes"]), drawn + more))
+    for line in render.table(rows, right=(0, 2)):
+        render.write_data(line)
+    render.write_data("")
+    plan, destination = resharding.conversion.plan, resharding.conversion.destination
+    needs = f"{render_bytes_short(plan.space_bytes)} and {plan.inodes} inodes of free space are needed"
+    render.write_data(f"{render_bytes_short(plan.bytes_written)} would be written to {destination}; {needs}")
+    _write_dropped(resharding)
+
+
+def _write_dropped(resharding: Resharding) -> None:
+    for name in resharding.dropped:
+        render.write_data(f"dropped: {name}, which {resharding.target} cannot hold")
+
+
+def _write_summary(resharding: Resharding) -> None:
+    conversion = resharding.conversion
+    plan, seal = conversion.plan, conversion.seal
+    _write_dropped(resharding)
+    if conversion.resumed_bytes:
+        render.write_data(f"resumed: {render_bytes_short(conversion.resumed_bytes)} were written by an earlier run")
+    tensors, files = render.count(len(plan.tensors), "tensor"), render.count(len(plan.files), "file")
+    ranks = render.count(resharding.mesh.ranks, "rank")
+    text = f"{tensors}, {render_bytes_short(plan.bytes_written)} in {files} for {ranks} ({resharding.mesh})"
+    render.write_data(f"wrote {conversion.destination}: {text}")
+    if seal is not None:
+        render.write_data(f"{seal.fingerprint}  fingerprint")

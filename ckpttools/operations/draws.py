@@ -1,0 +1,52 @@
+"""What each rank of a mesh needs of a source: the files it draws on, and how many bytes of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckpttools.geometry import BoxIndex
+from ckpttools.model import Box, Mesh, TensorEntry
+from ckpttools.placement.local import PlacedTensor, coordinate
+
+
+@dataclass
+class Draw:
+    """What one rank needs."""
+
+    rank: int
+    at: str
+    """Its coordinates: `fsdp=1,tp=0`."""
+    length_bytes: int = 0
+    sources: dict[str, int] = field(default_factory=dict)
+    """Source file -> bytes of it."""
+
+
+def draws(tensors: Sequence[PlacedTensor], mesh: Mesh, sources: Mapping[str, TensorEntry]) -> list[Draw]:
+    """Rank by rank; a box that several ranks hold counts for each of them. Pure."""
+    found = []
+    for rank in range(mesh.ranks):
+        places = coordinate(mesh, rank)
+        found.append(Draw(rank, ",".join(f"{axis}={places[axis]}" for axis, _ in mesh.axes)))
+    for tensor in tensors:
+        entry = sources[tensor.spec.name]
+        index = BoxIndex([p.box for p in entry.pieces])
+        known: dict[Box, dict[str, int]] = {}
+        for draw in found:
+            local = tensor.local(mesh, draw.rank)
+            for part in local.parts if local else ():
+                if part.box not in known:
+                    known[part.box] = _files(entry, index, part.box)
+                for file, count in known[part.box].items():
+                    draw.sources[file] = draw.sources.get(file, 0) + count
+                    draw.length_bytes += count
+    return found
+
+
+def _files(entry: TensorEntry, index: BoxIndex, box: Box) -> dict[str, int]:
+    """Source file -> bytes of it that lie in a box."""
+    files: dict[str, int] = {}
+    for k, shared in index.overlapping(box):
+        file = entry.pieces[k].extent.file
+        files[file] = files.get(file, 0) + entry.spec.dtype.length_bytes(shared.volume)
+    return files
