@@ -161,6 +161,21 @@ def indices(box: Box) -> Iterator[tuple[int, ...]]:
             yield (head, *rest)
 
 
+def contiguous_runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[Box, int]]:
+    """`box` of a row-major tensor of `shape` cut into boxes that are one stretch of it each, with the flat place of each. Pure.
+
+    In order of their places, and as few as can be had without joining rows of different indices: one where all dimensions
+    but the first with more than one index are whole. A box without elements is one run.
+    """
+    whole_from = len(shape)
+    while whole_from > 0 and box.sizes[whole_from - 1] == shape[whole_from - 1]:
+        whole_from -= 1
+    axis = max(whole_from - 1, 0) if box.volume else 0
+    for index in indices(Box(box.offsets[:axis], box.sizes[:axis])):
+        run = Box((*index, *box.offsets[axis:]), (*(1 for _ in index), *box.sizes[axis:]))
+        yield run, flat_offset(run.offsets, shape)
+
+
 @dataclass(frozen=True, slots=True)
 class Cover:
     """How a set of boxes covers a shape."""

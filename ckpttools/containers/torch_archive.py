@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpttools.dtypes import DType
@@ -20,11 +20,14 @@ from ckpttools.geometry import row_major_strides
 from ckpttools.model import ArrangedFile, ChecksumSlot, Literal, Path, PathKey, Slot, TensorSpec, render_path
 from ckpttools.pickles.records import Global, Object, Persistent
 from ckpttools.pickles.writer import write_pickle
+from ckpttools.placement.held import HeldTensor
 
 _ALIGNMENT = 64
 _LIMIT32 = 0xFFFFFFFF
 _FLAGS = 0x0808
 _ROOT = "archive"
+NOTE_NAME = ".ckpttools/local_boxes.json"
+"""The member in which `local_boxes` says what the file's tensors are parts of."""
 
 
 def tensor_record(spec: TensorSpec, key: str) -> Object:
@@ -46,15 +49,29 @@ def tensor_record(spec: TensorSpec, key: str) -> Object:
     return Object(Global("torch._utils", "_rebuild_tensor_v3"), (pid, 0, spec.shape, strides, False, hooks, named))
 
 
-def arrange_archive(path: str, value: object, storages: Mapping[str, TensorSpec]) -> ArrangedFile:
-    """The archive of a value whose tensors are `tensor_record`s with the keys of `storages`. Pure."""
+Storage = TensorSpec | HeldTensor | bytes
+"""What fills a storage: a whole tensor, a rank's share of one, or bytes that are known."""
+
+
+def arrange_archive(path: str, value: object, storages: Mapping[str, Storage], *, note: bytes = b"") -> ArrangedFile:
+    """The archive of a value whose tensors are `tensor_record`s with the keys of `storages`. Pure.
+
+    Args: note: bytes for a member of our own (`NOTE_NAME`), which torch does not look at; none when empty.
+    """
     archive = _Archive()
     archive.add_bytes("data.pkl", write_pickle(value, protocol=2))
+    if note:
+        archive.add_bytes(NOTE_NAME, note)
     archive.add_bytes(".format_version", b"1")
     archive.add_bytes(".storage_alignment", str(_ALIGNMENT).encode())
     archive.add_bytes("byteorder", b"little")
-    for key, spec in storages.items():
-        archive.add_slot(f"data/{key}", spec)
+    for key, storage in storages.items():
+        if isinstance(storage, bytes):
+            archive.add_bytes(f"data/{key}", storage)
+        elif isinstance(storage, HeldTensor):
+            archive.add_slots(f"data/{key}", storage.spec.length_bytes, storage.slots)
+        else:
+            archive.add_slots(f"data/{key}", storage.length_bytes, _whole(storage))
     archive.add_bytes("version", b"3\n")
     return archive.finish(path)
 
@@ -106,6 +123,10 @@ def _merged(literals: Sequence[Literal], place: int) -> tuple[Literal, ...]:
     return tuple(Literal(group[0].offset, b"".join(x.data for x in group)) for group in groups)
 
 
+def _whole(spec: TensorSpec) -> Callable[[int], list[Slot]]:
+    return lambda offset: [Slot(spec.name, spec.box, offset, spec.length_bytes)]
+
+
 @dataclass(slots=True)
 class _Archive:
     """An archive as it grows."""
@@ -127,13 +148,12 @@ class _Archive:
         if data:
             self._literal(b"PK\x07\x08" + struct.pack("<III", crc, len(data), len(data)))
 
-    def add_slot(self, name: str, spec: TensorSpec) -> None:
-        """A member that a tensor fills."""
-        length = spec.length_bytes
+    def add_slots(self, name: str, length: int, slots: Callable[[int], list[Slot]]) -> None:
+        """A member of `length` bytes that slots fill from the offset on that they are asked for."""
         header, start = self._header(name, length)
         self._literal(header)
         data = self.position
-        self.slots.append(Slot(spec.name, spec.box, data, length))
+        self.slots += slots(data)
         self.position += length
         self.directory.append((name, start, data, length, None if length else 0))
         if length:

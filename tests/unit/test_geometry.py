@@ -388,3 +388,31 @@ class TestBoxIndex:
 
     def test_finds_the_scalar(self):
         assert [(0, Box((), ()))] == list(BoxIndex([Box((), ())]).overlapping(Box((), ())))
+
+
+class TestContiguousRuns:
+    @given(shape_and(boxes_in, 1))
+    def test_each_is_one_stretch_at_its_place_and_together_they_are_the_box(self, case):
+        shape, (box,) = case
+        runs = list(geometry.contiguous_runs(box, shape))
+        for run, place in runs:
+            found = elements(shape, run)
+            assert found == list(range(place, place + len(found))) or not found
+        assert elements(shape, box) == [number for run, _ in runs for number in elements(shape, run)]
+
+    @given(shape_and(boxes_in, 1))
+    def test_are_as_few_as_the_rows_that_are_not_whole(self, case):
+        shape, (box,) = case
+        numbers_of = elements(shape, box)
+        gaps = sum(after != before + 1 for before, after in itertools.pairwise(numbers_of))
+        rows = list(geometry.contiguous_runs(box, shape))
+        whole = all(size == side for size, side in zip(box.sizes[1:], shape[1:], strict=True))
+        assert len(rows) == 1 if whole or not numbers_of else len(rows) >= gaps + 1
+
+    def test_columns_are_a_run_per_row_and_rows_are_one(self):
+        assert [4, 14] == [place for _, place in geometry.contiguous_runs(Box((0, 4), (2, 3)), (3, 10))]
+        assert [(Box((1, 0), (2, 10)), 10)] == list(geometry.contiguous_runs(Box((1, 0), (2, 10)), (3, 10)))
+
+    def test_of_rank_0_is_the_box_and_of_no_elements_one_too(self):
+        assert [(Box((), ()), 0)] == list(geometry.contiguous_runs(Box((), ()), ()))
+        assert [Box((3, 2), (0, 2))] == [run for run, _ in geometry.contiguous_runs(Box((3, 2), (0, 2)), (3, 5))]

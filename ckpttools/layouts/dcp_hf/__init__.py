@@ -1,10 +1,11 @@
 """Shards that DCP's Hugging Face writer writes per rank, and what it consolidates from them.
 
 `HuggingFaceStorageWriter(save_distributed=True)` writes a safetensors file per rank and output file, with the offsets of
-each box in the header's `DCP_SHARDING_INFO` and the global shape nowhere. With consolidation the shards lie in
-`sharded/`, and whole tensors beside that directory: then those are the tensors and the shards are replicas, so that the
-two can be compared. They do differ: the consolidation writes 0.0 for every rank-0 tensor and zeros for what a missing
-shard had held. Without `save_distributed` the output is a plain set, and the `safetensors` layout reads it.
+each box in the header's `DCP_SHARDING_INFO` and the global shape nowhere; `write` adds a note that has it. With
+consolidation the shards lie in `sharded/`, and whole tensors beside that directory: then those are the tensors and the
+shards are replicas, so that the two can be compared. They do differ: the consolidation writes 0.0 for every rank-0 tensor
+and zeros for what a missing shard had held. Without `save_distributed` the output is a plain set, and the `safetensors`
+layout reads it.
 Read `sniff` and `_Boxes` first.
 
 Source: pytorch/pytorch, torch/distributed/checkpoint/hf_storage.py, _hf_utils.py, _consolidate_hf_safetensors.py, 2.13.
@@ -18,13 +19,16 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from ckpttools.containers.jsons import JsonError, parse_json, shown
+from ckpttools.containers.local_boxes import METADATA_KEY, LocalBoxes
 from ckpttools.containers.safetensors_file import SafetensorsEntry, SafetensorsHeader
+from ckpttools.containers.safetensors_ranks import read_note
 from ckpttools.containers.safetensors_set import SafetensorsSet, piece_of, read_headers, read_set
 from ckpttools.containers.shard_index import RankShard, parse_rank_shard, parse_shard_name, shard_sets
 from ckpttools.findings import Finding
 from ckpttools.geometry import contains, cover
 from ckpttools.layouts.base import Contents, Part, Peek
-from ckpttools.model import Box, Commit, FileEntry, Piece, TensorEntry, TensorSpec
+from ckpttools.layouts.dcp_hf.write import arrange_ranks
+from ckpttools.model import Box, Commit, FileEntry, Mesh, Piece, TensorEntry, TensorSpec
 from ckpttools.storage.source import Listing, Source
 
 _DIRECTORY = "sharded"
@@ -39,6 +43,8 @@ class DcpHf:
 
     name = "dcp_hf"
     looks_for = "shard-<rank + 1>-model-<i>-of-<n>.safetensors, here or in sharded/"
+
+    arrange_ranks = staticmethod(arrange_ranks)
 
     def sniff(self, listing: Listing, peek: Peek) -> list[Part]:
         """One part: the shards, and the set that was consolidated from those in `sharded/`."""
@@ -97,6 +103,23 @@ class _Boxes:
     missing: list[str] = field(default_factory=list)
     """Files that must have been there."""
     written_by: str = ""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Global shapes, where a note states them."""
+    mesh: Mesh = field(default_factory=Mesh)
+    """As a note states it."""
+
+    def take_note(self, note: LocalBoxes, shard: RankShard) -> None:
+        """Learn what a note of ours states; it must be of the same save as those of the other files."""
+        where = f"the note in {shard.path}"
+        if note.rank != shard.rank or (self.mesh.axes and note.mesh != self.mesh):
+            expected = f"rank {shard.rank} of {self.mesh or note.mesh}"
+            self.findings.append(Finding("rank-mismatch", where, expected, f"rank {note.rank} of {note.mesh}"))
+            return
+        self.mesh = note.mesh
+        for name, box in note.tensors.items():
+            if self.shapes.setdefault(name, box.shape) != box.shape:
+                expected, found = f"{list(self.shapes[name])}, as in other files", f"{list(box.shape)}"
+                self.findings.append(Finding("rank-mismatch", f"{shown(name)} in {where}", expected, found))
 
     def as_tensors(self, names: Iterable[str]) -> tuple[tuple[TensorEntry, ...], list[Finding]]:
         """The tensors that the boxes make up, as large as the boxes reach, and where ranks disagree about one."""
@@ -105,10 +128,12 @@ class _Boxes:
             held = self.held[name]
             agreeing = [h for h in held if _is_alike(h.entry, held[0].entry)]
             findings += [_disagreement(name, h, held[0].entry) for h in held if h not in agreeing]
-            shape = tuple(max(stops) for stops in zip(*(h.box.stops for h in agreeing), strict=True))
+            reached = tuple(max(stops) for stops in zip(*(h.box.stops for h in agreeing), strict=True))
+            shape = self.shapes.get(name, reached)
+            is_stated = name in self.shapes and len(shape) == len(reached)
             pieces, replicas = _first_of_each(agreeing)
-            spec = TensorSpec(name, held[0].entry.dtype, shape)
-            tensors.append(TensorEntry(spec, (name,), pieces, replicas, shape_is_declared=False))
+            spec = TensorSpec(name, held[0].entry.dtype, shape if is_stated else reached)
+            tensors.append(TensorEntry(spec, (name,), pieces, replicas, shape_is_declared=is_stated))
         return tuple(tensors), findings
 
 
@@ -144,11 +169,21 @@ def _read_boxes(source: Source, listing: Listing, shards: Sequence[RankShard]) -
         header = headers[shard.path]
         boxes.findings += header.findings
         boxes.written_by = boxes.written_by or _written_by(header)
+        note = read_note(header, boxes.findings)
+        if note is not None:
+            boxes.take_note(note, shard)
         if header.entries:
             offsets = _parse_info(header, boxes.findings)
             for entry in header.entries:
                 if entry.name in offsets:
-                    boxes.held[entry.name].append(_Held(entry, Box(offsets[entry.name], entry.shape), shard))
+                    box = Box(offsets[entry.name], entry.shape)
+                    boxes.held[entry.name].append(_Held(entry, box, shard))
+                    noted = note.tensors.get(entry.name) if note is not None else None
+                    if noted is not None and [box] != [p.box for p in noted.local.parts]:
+                        where = f"{shown(entry.name)} in {METADATA_KEY} in {shard.path}"
+                        expected = f"offsets {list(box.offsets)}, as in {_INFO_KEY}"
+                        found = f"{[list(p.box.offsets) for p in noted.local.parts[:3]]}"
+                        boxes.findings.append(Finding("bad-header", where, expected, found))
     _check_ranks(shards, boxes)
     _check_models(shards, boxes)
     return boxes
@@ -211,20 +246,24 @@ def _sibling(shard: RankShard, rank: int, model: int) -> str:
 
 
 def _check_ranks(shards: Sequence[RankShard], boxes: _Boxes) -> None:
-    """Ranks are numbered without gaps; a last one that is missing leaves no trace in the names of the others."""
+    """Ranks are numbered without gaps; a last one that is missing leaves no trace in the names of the others.
+
+    A note of ours states how many there are.
+    """
     counts = sorted({s.count for s in shards})
     if len(counts) > 1:
         found = " and ".join(f"-of-{n:05d}" for n in counts)
         boxes.findings.append(Finding("rank-mismatch", shards[-1].path, f"files of one save, all -of-{counts[-1]:05d}", found))
     ranks = {s.rank for s in shards}
-    gaps = (rank for rank in range(max(ranks)) if rank not in ranks)
+    last = max(*ranks, boxes.mesh.ranks - 1) if boxes.mesh.axes else max(ranks)
+    gaps = (rank for rank in range(last + 1) if rank not in ranks)
     for i, rank in enumerate(islice(gaps, _MAX_LISTED + 1)):
         path = _sibling(shards[0], rank, min(s.model for s in shards))
         found = (
             f"no file of rank {rank}" if i < _MAX_LISTED else f"no file of rank {rank}, nor of others that are not listed here"
         )
         boxes.missing.append(path)
-        boxes.findings.append(Finding("missing-rank", path, f"files of every rank up to {max(ranks)}", found))
+        boxes.findings.append(Finding("missing-rank", path, f"files of every rank up to {last}", found))
 
 
 def _check_models(shards: Sequence[RankShard], boxes: _Boxes) -> None:
@@ -282,9 +321,11 @@ def _of_shards(boxes: _Boxes, shards: Sequence[RankShard], unfinished: Sequence[
         remedy = f"name {_DIRECTORY}/ to use the shards alone, or consolidate them again"
         findings.append(Finding("not-committed", _INDEX, expected, found, remedy))
         commit = Commit(False, _INDEX)
-    found = f"boxes from {len({s.rank for s in shards})} ranks; shapes are taken to end where the last of them ends"
-    findings.append(Finding("completeness-unproved", shards[-1].path, "global shapes and the number of ranks", found))
-    return Contents(tensors, findings=(*boxes.findings, *findings), written_by=boxes.written_by, commit=commit)
+    if not tensors or not all(t.shape_is_declared for t in tensors):
+        found = f"boxes from {len({s.rank for s in shards})} ranks; shapes are taken to end where the last of them ends"
+        findings.append(Finding("completeness-unproved", shards[-1].path, "global shapes and the number of ranks", found))
+    found_all = (*boxes.findings, *findings)
+    return Contents(tensors, findings=found_all, mesh=boxes.mesh, written_by=boxes.written_by, commit=commit)
 
 
 def _with_replicas(whole: SafetensorsSet, boxes: _Boxes, directory: str) -> Contents:

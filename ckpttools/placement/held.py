@@ -1,0 +1,66 @@
+"""What one rank's file holds of each tensor, and where in the file the boxes of it go. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpttools.errors import ConversionError
+from ckpttools.geometry import contiguous_runs
+from ckpttools.model import Box, Mesh, Slot, TensorSpec
+from ckpttools.placement.local import LocalTensor, PlacedTensor
+
+_MAX_NAMED = 8
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """A rank's own tensor: its share of a global one, stored row-major."""
+
+    tensor: PlacedTensor
+    local: LocalTensor
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The rank's tensor, under the name of the global one."""
+        return TensorSpec(self.tensor.spec.name, self.tensor.spec.dtype, self.local.shape)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the global tensor itself."""
+        return self.local.shape == self.tensor.spec.shape and len(self.local.parts) == 1
+
+    def slots(self, offset: int) -> list[Slot]:
+        """What fills it from byte `offset` of a file on: a slot per stretch of the rank's tensor that is one box."""
+        spec = self.spec
+        found = []
+        for part in self.local.parts:
+            shift = [g - o for g, o in zip(part.box.offsets, part.local.offsets, strict=True)]
+            for run, place in contiguous_runs(part.local, self.local.shape):
+                box = Box(tuple(o + d for o, d in zip(run.offsets, shift, strict=True)), run.sizes)
+                place_bytes, length_bytes = spec.dtype.length_bytes(place), spec.dtype.length_bytes(box.volume)
+                found.append(Slot(spec.name, box, offset + place_bytes, length_bytes))
+        return found
+
+
+def held_by(tensors: Iterable[PlacedTensor], mesh: Mesh, rank: int) -> list[HeldTensor]:
+    """What a rank holds of some tensors, in their order; those of other stages are not there."""
+    return [HeldTensor(t, local) for t in tensors if (local := t.local(mesh, rank)) is not None]
+
+
+def uncuttable(tensors: Iterable[PlacedTensor], mesh: Mesh) -> dict[str, str]:
+    """Per output name: why a tensor cannot be cut at all, for elements of less than a byte."""
+    return {
+        t.spec.name: f"{t.spec.dtype} {list(t.spec.shape)}: elements of less than a byte cannot be cut"
+        for t in tensors
+        if t.spec.dtype.is_sub_byte and any(not h.is_whole for r in range(mesh.ranks) for h in held_by([t], mesh, r))
+    }
+
+
+def require_none(refused: Mapping[str, str], target: str, *, hints: Sequence[str] = ()) -> None:
+    """Raise ConversionError with every name and reason (up to a limit) when a target cannot hold something."""
+    if not refused:
+        return
+    named = [f"`{name}` ({why})" for name, why in list(refused.items())[:_MAX_NAMED]]
+    more = f" and {len(refused) - _MAX_NAMED} more" if len(refused) > _MAX_NAMED else ""
+    raise ConversionError(f"{target} cannot hold {len(refused)} of the entries", found=", ".join(named) + more, hints=hints)
