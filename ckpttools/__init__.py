@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ckpttools.layouts import open_checkpoint as open
     from ckpttools.model import Checkpoint, TensorEntry
     from ckpttools.operations.convert import consolidate
+    from ckpttools.operations.diff import diff
     from ckpttools.operations.sealing import hash_tensors, seal
     from ckpttools.operations.validate import validate
 
@@ -32,6 +33,7 @@ _HOMES = {
     "validate": "ckpttools.operations.validate",
     "hash_tensors": "ckpttools.operations.sealing",
     "seal": "ckpttools.operations.sealing",
+    "diff": "ckpttools.operations.diff",
     "consolidate": "ckpttools.operations.convert",
     "Checkpoint": "ckpttools.model",
     "TensorEntry": "ckpttools.model",
@@ -47,6 +49,7 @@ __all__ = [
     "FindingsError",
     "TensorEntry",
     "consolidate",
+    "diff",
     "hash_tensors",
     "open",
     "seal",

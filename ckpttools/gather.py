@@ -50,8 +50,17 @@ class Gather:
         self._decoders: OrderedDict[tuple[str, Encoding], DecodedStream] = OrderedDict()
         self._watch: Watch | None = None
 
-    def stream(self, entry: TensorEntry, box: Box | None = None, *, watch: Watch | None = None) -> Iterator[memoryview]:
+    def tile_bytes(self, entry: TensorEntry) -> int:
+        """The bytes of a tile of a tensor, at most, unless `stream` is told otherwise."""
+        is_dense = all(p.extent.strides is None for p in entry.pieces)
+        return self._tile_bytes if is_dense else self._strided_tile_bytes
+
+    def stream(
+        self, entry: TensorEntry, box: Box | None = None, *, watch: Watch | None = None, tile_bytes: int | None = None
+    ) -> Iterator[memoryview]:
         """The values of `box` (the whole tensor unless given), tile after tile; each view is valid until the next.
+
+        Tiles of as many elements of two tensors of one shape are the same boxes.
 
         Raises:
             FindingsError: when no piece holds some of the elements; nothing is made up.
@@ -59,14 +68,12 @@ class Gather:
         """
         self._watch = watch
         if entry.spec.dtype.is_sub_byte:
-            yield from self._whole_bytes(entry, box)
+            yield from self._whole_bytes(entry, box, tile_bytes or self._tile_bytes)
             return
         box = box or entry.spec.box
         index = BoxIndex([p.box for p in entry.pieces])
         item_bytes = entry.spec.dtype.item_bytes
-        is_dense = all(p.extent.strides is None for p in entry.pieces)
-        tile_bytes = self._tile_bytes if is_dense else self._strided_tile_bytes
-        for tile in tiles(box, max(1, tile_bytes // item_bytes)):
+        for tile in tiles(box, max(1, (tile_bytes or self.tile_bytes(entry)) // item_bytes)):
             hits = [(entry.pieces[i], shared) for i, shared in index.overlapping(tile)]
             held = sum(shared.volume for _, shared in hits)
             if held != tile.volume or (len(hits) > 1 and not is_tiled(tile, [shared for _, shared in hits])):
@@ -122,15 +129,15 @@ class Gather:
         self._fill(part[before], extent, start, low, strides)
         self._fill(part[after], extent, start + half * strides[axis], high, strides)
 
-    def _whole_bytes(self, entry: TensorEntry, box: Box | None) -> Iterator[memoryview]:
+    def _whole_bytes(self, entry: TensorEntry, box: Box | None, tile_bytes: int) -> Iterator[memoryview]:
         """The bytes of a tensor whose elements are not whole bytes; it can only be read as it was stored."""
         if not entry.pieces and entry.spec.volume:
             raise _not_tiled(entry, entry.spec.box, 0)
         piece = entry.pieces[0] if len(entry.pieces) == 1 else None
         if piece is None or piece.extent.strides or piece.extent.transforms or box not in (None, entry.spec.box):
             raise ConversionError(f"a {entry.spec.dtype} tensor cannot be cut: {entry.name}")
-        for offset in range(0, piece.extent.length, self._tile_bytes):
-            view = self._tile.view(min(self._tile_bytes, piece.extent.length - offset))
+        for offset in range(0, piece.extent.length, tile_bytes):
+            view = self._tile.view(min(tile_bytes, piece.extent.length - offset))
             self._read_into(piece.extent, offset, view)
             yield view
 

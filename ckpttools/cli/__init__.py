@@ -20,6 +20,7 @@ COMMANDS: dict[str, str] = {
     "hash": "Print a digest per tensor that ignores the container, and one fingerprint",
     "seal": "Record every file and digest beside a snapshot",
     "validate": "Check that a snapshot is whole, and that it is what it should be",
+    "diff": "Say how two checkpoints differ, tensor by tensor",
     "consolidate": "Turn a sharded checkpoint into portable files",
     "reshard": "Lay a checkpoint out for another set of ranks",
     "status": "Say whether a run is saving, what is at risk, and how much still fits",

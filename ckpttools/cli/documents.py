@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from ckpttools.findings import Finding
-from ckpttools.model import Checkpoint, ObjectEntry, Piece, TensorEntry
+from ckpttools.model import Checkpoint, ObjectEntry, Piece, TensorEntry, TensorSpec, render_path
 from ckpttools.operations.sealing import HashList
 from ckpttools.operations.validate import Validation
+from ckpttools.pickles.differences import ABSENT
+from ckpttools.pickles.renditions import plain
 
 if TYPE_CHECKING:
     from ckpttools.operations.conversion import Conversion
+    from ckpttools.operations.diff import Diff, ObjectDiff, TensorDiff
+    from ckpttools.operations.elementwise import Difference, Extreme, Number
     from ckpttools.operations.reshard import Resharding
+
+_MAX_SHOWN = 200
+"""Parts of a value that a document shows."""
 
 
 def findings(found: Iterable[Finding]) -> list[dict[str, str]]:
@@ -161,3 +168,71 @@ def resharding(result: Resharding) -> dict[str, Any]:
         ],
         **described,
     }
+
+
+def diff(result: Diff, *, has_same: bool) -> dict[str, Any]:
+    """`ckpttools/diff/1`."""
+    tolerance = result.tolerance
+    return {
+        "schema": "ckpttools/diff/1",
+        "a": {"path": result.a.path, "layout": result.a.layout},
+        "b": {"path": result.b.path, "layout": result.b.layout},
+        "verdict": result.verdict,
+        "rtol": tolerance.rtol if tolerance else None,
+        "atol": tolerance.atol if tolerance else None,
+        "bytes_read": result.bytes_read,
+        "tensor_counts": result.tensor_counts,
+        "object_counts": result.object_counts,
+        "tensors": [_tensor_diff(t) for t in result.tensors if has_same or t.status != "same"],
+        "objects": [_object_diff(o) for o in result.objects if has_same or o.status != "same"],
+        "findings": findings(result.findings),
+    }
+
+
+def _tensor_diff(entry: TensorDiff) -> dict[str, Any]:
+    document: dict[str, Any] = {"name": entry.name, "status": entry.status, "a": _spec(entry.a), "b": _spec(entry.b)}
+    if entry.difference is not None:
+        document["difference"] = _difference(entry.difference)
+    return document
+
+
+def _spec(spec: TensorSpec | None) -> dict[str, Any] | None:
+    return None if spec is None else {"name": spec.name, "dtype": spec.dtype.name, "shape": list(spec.shape)}
+
+
+def _difference(found: Difference) -> dict[str, Any]:
+    return {
+        "elements": found.elements,
+        "bits": found.bits,
+        "values": found.values,
+        "beyond": found.beyond,
+        "not_finite": found.not_finite,
+        "zero_in_b": found.zero_in_b,
+        "first": None if found.first is None else list(found.first),
+        "max_abs": _extreme(found.max_abs),
+        "max_rel": _extreme(found.max_rel),
+    }
+
+
+def _extreme(found: Extreme | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {"difference": found.difference, "index": list(found.index), "a": _number(found.a), "b": _number(found.b)}
+
+
+def _number(value: Number) -> object:
+    if isinstance(value, complex):
+        return [value.real, value.imag]
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _object_diff(entry: ObjectDiff) -> dict[str, Any]:
+    kinds = {side: None if o is None else o.kind for side, o in (("a", entry.a), ("b", entry.b))}
+    return {"name": entry.name, "status": entry.status, **kinds, "places": list(places(entry))}
+
+
+def places(entry: ObjectDiff) -> Iterator[dict[str, Any]]:
+    """Where two objects differ: the dotted name of the place, and what is there on the sides that have it."""
+    for place in entry.places:
+        shown = {side: plain(v, max_nodes=_MAX_SHOWN) for side, v in (("a", place.a), ("b", place.b)) if v is not ABSENT}
+        yield {"name": ".".join(filter(None, (entry.name, render_path(place.path)))), **shown}

@@ -43,7 +43,7 @@ def open_side(location: str, *, algorithm: str, jobs: int, memory_bytes: int) ->
 
     Raises: FindingsError: for a seal that was changed. NotFoundError, StorageError, NotRecognisedError: when it is neither.
     """
-    listed = _read_list(location)
+    listed = read_list(location)
     if listed is not None:
         return Side.of_seal(listed, location)
     snapshot = open_snapshot(location, is_located=True)
@@ -63,7 +63,7 @@ def open_side(location: str, *, algorithm: str, jobs: int, memory_bytes: int) ->
     return Side(location, algorithm, digests, snapshot.checkpoint.aliases, unread, told)
 
 
-def _read_list(location: str) -> Seal | None:
+def read_list(location: str) -> Seal | None:
     """The seal or hash list in a file; None for a directory or a file that is a container of tensors."""
     source, file = open_source(location)
     if not file:
