@@ -68,7 +68,7 @@ def run_page(text: str, directory: Path) -> list[Step]:
     # `$?` of one command must reach the next, and the mark must not change it
     script = "\n".join(f"{s.command}\nstatus=$?; printf '%s\\n' '{_MARK}'; (exit $status)" for s in steps)
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-    environment = {"PATH": path, "HOME": str(directory), "LC_ALL": "C.UTF-8"}
+    environment = {"PATH": path, "HOME": str(directory), "LC_ALL": "C.UTF-8", "PYTHONPATH": str(ROOT)}  # the code beside the page
     done = subprocess.run(
         ["bash"],
         input=script,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -56,3 +57,10 @@ def test_a_tensor_larger_than_the_budget_is_read_in_tiles(command: str, large_fi
 def test_a_tensor_larger_than_the_budget_is_written_in_tiles(large_file: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "out.pt")
     assert peak_bytes("consolidate", str(large_file), out, "--memory", "64MiB", "--jobs", "2", "-q") < PEAK_BYTES
+
+
+@pytest.mark.slow
+def test_tensors_larger_than_the_budget_are_compared_in_tiles(large_file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.safetensors"
+    shutil.copyfile(large_file, other)
+    assert peak_bytes("diff", str(large_file), str(other), "--memory", "64MiB", "--jobs", "2", "-q") < PEAK_BYTES
