@@ -146,16 +146,16 @@ def resharding(result: Resharding) -> dict[str, Any]:
         "schema": "ckpttools/reshard/1",
         "destination": converted.destination,
         "target": result.target,
-        "mesh": dict(result.mesh.axes),
+        "mesh": dict(result.assignment.mesh.axes),
         "is_written": converted.seal is not None,
         "fingerprint": converted.seal.fingerprint if converted.seal else None,
         "aliases": converted.selection.aliases,
         "left": list(converted.selection.left),
         "dropped": list(result.dropped),
-        "rules": result.placings.rules,
+        "rules": result.assignment.rules.name,
         "placements": [
-            {"tensor": t.spec.name, "placement": str(t.placement) or "replicated", "reason": reason}
-            for t, reason in zip(result.placings.tensors, result.placings.reasons, strict=True)
+            {"tensor": a.tensor.spec.name, "placement": str(a.tensor.placement) or "replicated", "reason": a.reason}
+            for a in result.assignment.assigned
         ],
         "ranks": [
             {

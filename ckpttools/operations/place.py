@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
+from ckpttools.errors import UsageError
 from ckpttools.layouts import Snapshot
+from ckpttools.layouts.families import MODEL
 from ckpttools.model import Mesh
 from ckpttools.operations.select import Selection
-from ckpttools.placement.local import Cut, PlacedTensor, Placement
+from ckpttools.placement import assign
+from ckpttools.placement.assign import Assignment, require_fit
+from ckpttools.placement.counts import Counts, counts_of
+from ckpttools.placement.rule_files import BUILT_IN, OTHERS, built_in, choose, parse_rules
+from ckpttools.placement.rules import RuleSet
+from ckpttools.storage.source import exists, open_source, read
+
+_CONFIGS = ("config.json", "params.json", "huggingface/config.json")
+_MAX_TEXT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -16,35 +27,69 @@ class Placing:
     """What a user says of placement."""
 
     rules: str = ""
-    """Name of a built-in set, `source`, or the text of a rule file; empty for what the names suggest."""
+    """Name of a built-in set, `source`, or a rule file; empty for what the names suggest."""
     stage_layers: tuple[int, ...] = ()
     """Layers of each pipeline stage; empty for equal blocks."""
     model_config: str | None = None
     """Where a config.json or params.json with the numbers of heads lies; None for the source's own."""
 
 
-@dataclass(frozen=True)
-class Placings:
-    """Where everything goes."""
+def place(snapshot: Snapshot, selection: Selection, mesh: Mesh, placing: Placing, *, needs_even: bool) -> Assignment:
+    """A placement for every selected tensor.
 
-    tensors: tuple[PlacedTensor, ...]
-    rules: str
-    reasons: tuple[str, ...]
+    Raises: UsageError: for rules that are none, or with all that does not fit the mesh and the nearest one that does.
+    """
+    tensors = [
+        (replace(entry.spec, name=name), entry.path if name == entry.name else (name,), entry.family)
+        for name, entry in selection.tensors.items()
+    ]
+    assignment = assign.place(
+        tensors,
+        mesh,
+        _rules(selection, placing.rules),
+        _counts(snapshot, placing.model_config),
+        is_even=needs_even,
+        layers_per_stage=placing.stage_layers,
+    )
+    require_fit(assignment)
+    return assignment
 
-    @cached_property
-    def by_name(self) -> dict[str, PlacedTensor]:
-        """By output name."""
-        return {t.spec.name: t for t in self.tensors}
+
+def _rules(selection: Selection, wanted: str) -> RuleSet | None:
+    if not wanted:
+        return choose(name for name, entry in selection.tensors.items() if entry.family == MODEL)
+    if wanted in (*BUILT_IN, *OTHERS):
+        return built_in(wanted)
+    if not exists(wanted):
+        known = ", ".join((*BUILT_IN, *OTHERS))
+        raise UsageError(f"no rules: `{wanted}` is no file and no built-in set", expected=f"a TOML file, or one of {known}")
+    return parse_rules(_text(wanted), wanted)
 
 
-def place(snapshot: Snapshot, selection: Selection, mesh: Mesh, placing: Placing, *, needs_even: bool) -> Placings:
-    """A placement for every selected tensor. Raises ConversionError with all that does not fit."""
-    from dataclasses import replace
+def _counts(snapshot: Snapshot, wanted: str | None) -> Counts:
+    """What the model's config says: the one that is named, else the one that lies beside the source."""
+    if wanted is not None:
+        return counts_of(_config(_text(wanted), wanted), wanted)
+    for path in _CONFIGS:
+        if path in snapshot.listing and snapshot.listing.length_bytes(path) <= _MAX_TEXT_BYTES:
+            data = read(snapshot.source, path, 0, snapshot.listing.length_bytes(path))
+            return counts_of(_config(data.decode("utf-8", "replace"), path), path)
+    return Counts()
 
-    tensors = []
-    for name, entry in selection.tensors.items():
-        spec = replace(entry.spec, name=name)
-        placement = Placement((Cut("fsdp", 0),)) if spec.shape else Placement()
-        path = entry.path if name == entry.name else (name,)
-        tensors.append(PlacedTensor(spec, path, entry.family, placement))
-    return Placings(tuple(tensors), "fsdp", ("",) * len(tensors))
+
+def _config(text: str, where: str) -> Mapping[str, object]:
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise UsageError(f"not a model's config: {where}", expected="a JSON document", found=str(e)) from e
+    if not isinstance(config, dict):
+        raise UsageError(f"not a model's config: {where}", expected="a JSON object", found=type(config).__name__)
+    return config
+
+
+def _text(location: str) -> str:
+    source, file = open_source(location)
+    length = source.listing().length_bytes(file) if file else 0
+    if not file or length > _MAX_TEXT_BYTES:
+        raise UsageError(f"not a text file: {location}", found=f"{length} bytes" if file else "a directory")
+    return read(source, file, 0, length).decode("utf-8", "replace")

@@ -19,10 +19,10 @@ from ckpttools.model import Mesh, ObjectEntry, TensorEntry
 from ckpttools.operations.conversion import Conversion, Manner, carry_out, companions, require_replaceable, require_whole
 from ckpttools.operations.draws import Draw, draws
 from ckpttools.operations.nesting import sequences_of
-from ckpttools.operations.place import Placing, Placings, place
+from ckpttools.operations.place import Placing, place
 from ckpttools.operations.select import Choice, Selection, select
 from ckpttools.operations.targets import BY_NAME, Request, Target
-from ckpttools.placement.local import canonical_mesh
+from ckpttools.placement.assign import Assignment
 from ckpttools.plan import Plan
 
 _MAX_NAMED = 12
@@ -34,14 +34,13 @@ class Resharding:
 
     conversion: Conversion
     target: str
-    mesh: Mesh
-    placings: Placings
+    assignment: Assignment
     dropped: tuple[str, ...] = ()
     """Names of what the target cannot hold."""
 
     def draws(self) -> list[Draw]:
         """What each rank of the mesh needs of the source, rank by rank."""
-        return draws(self.placings.tensors, self.mesh, self.conversion.selection.tensors)
+        return draws(self.assignment.tensors, self.assignment.mesh, self.conversion.selection.tensors)
 
 
 def reshard(
@@ -72,16 +71,15 @@ def reshard(
     """
     manner, choice = manner or Manner(), choice or Choice()
     into = _target(target)
-    mesh = _mesh(mesh)
     require_replaceable(destination, is_file=False, is_overwriting=manner.is_overwriting)
     snapshot = open_snapshot(location)
     taken = _take(snapshot, into, choice, manner.allowed_findings)
     if taken.unheld and not (is_dropping or choice.is_weights_only):
         raise _unheld(into, taken.unheld)
-    placings = place(taken.snapshot, taken.selection, mesh, placing or Placing(), needs_even=into.needs_even)
+    assignment = place(taken.snapshot, taken.selection, mesh, placing or Placing(), needs_even=into.needs_even)
     request = Request(
-        placings.tensors,
-        mesh,
+        assignment.tensors,
+        assignment.mesh,
         taken.selection.objects,
         sequences_of(snapshot.checkpoint) | sequences_of(taken.snapshot.checkpoint),
         taken.selection.aliases,
@@ -101,20 +99,13 @@ def reshard(
         on_plan(plan)
     if not is_dry_run:
         conversion = carry_out(conversion, taken.snapshot, manner)
-    return Resharding(conversion, into.name, mesh, placings, taken.unheld)
+    return Resharding(conversion, into.name, assignment, taken.unheld)
 
 
 def _target(name: str) -> Target:
     if name not in BY_NAME:
         raise UsageError(f"no target is named `{name}`", expected=", ".join(BY_NAME))
     return BY_NAME[name]
-
-
-def _mesh(mesh: Mesh) -> Mesh:
-    try:
-        return canonical_mesh(mesh)
-    except ValueError as e:
-        raise UsageError(str(e)) from e
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def require_fit(assignment: Assignment) -> None:
     """Raises UsageError with every problem of an assignment that has any, and the nearest mesh that would fit."""
     if not assignment.problems:
         return
-    hints = [] if assignment.nearest is None else [f"the nearest mesh that fits: --mesh {assignment.nearest or 'dp=1'}"]
+    hints = [] if assignment.nearest is None else [f"the nearest mesh that fits: --mesh {str(assignment.nearest) or 'dp=1'}"]
     if any("no rule" in problem.message for problem in assignment.problems):
         hints.append("give rules for these names: --placements FILE (docs/reference/placement-rules.md)")
     if any("needs the number of" in problem.message for problem in assignment.problems):

@@ -34,5 +34,15 @@ def test_torch_loads_the_output_into_a_model_built_from_scratch(
     case = FIXTURES / "torch" / source
     reshard(str(case / "ckpt"), str(tmp_path / "out"), target="dcp", mesh=Mesh.parse(mesh))
     command = [sys.executable, dcp_ranks.__file__, str(tmp_path / "out"), str(case / "truth.json"), kind, str(ranks)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert _run(command) == ""
+
+
+def _run(command: list[str]) -> str:
+    """What the ranks complain of. A rank that torch's own threads abort while the group is taken down is tried again."""
+    for _ in range(3):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        if done.returncode == 0:
+            return ""
+        if "terminated with signal SIGABRT" not in done.stderr:
+            break
+    return done.stderr[-2000:]
