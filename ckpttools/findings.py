@@ -158,6 +158,30 @@ TABLE: tuple[Code, ...] = (
         "check that all files are of one save",
     ),
     Code(
+        "arguments-mismatch",
+        ERROR,
+        "the arguments of the training run in a file and the tensors beside them disagree about a size",
+        "check that all files are of one save, and that no tensor is missing",
+    ),
+    Code(
+        "no-rule",
+        ERROR,
+        "nothing says how the parts of a tensor that several tensor-parallel ranks hold go together",
+        "ask for a rule for this name; every other tensor is read",
+    ),
+    Code(
+        "optimizer-unnamed",
+        NOTE,
+        "the optimizer's state is stored by position, and nothing proves which parameter each position is",
+        "none needed; the state is listed as each rank holds it",
+    ),
+    Code(
+        "vocabulary-unknown",
+        NOTE,
+        "nothing states how many rows of the embedding are tokens; the others are padding",
+        "give the size of the vocabulary when converting",
+    ),
+    Code(
         "replica-mismatch",
         ERROR,
         "two copies of the same box of a tensor differ",

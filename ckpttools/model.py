@@ -124,6 +124,10 @@ class TensorEntry:
     """`model`, `optimizer`, `scheduler`, ...: what kind of state it is part of."""
     part_of: str = ""
     """For a part of a sparse, quantized or nested tensor: what the whole is, e.g. `sparse_coo float32 [4, 6]`."""
+    replicas_may_differ: bool = False
+    """Whether nothing in training makes the copies equal, so that a difference is worth a remark and is no damage."""
+    rule: str = ""
+    """How the pieces were put together, where the files do not say it and a layout's table does: `row dim 1`."""
 
     @property
     def name(self) -> str:

@@ -268,6 +268,7 @@ INSPECTED = [
     "torch/perrank_dtensor_hsdp_2x2/ckpt",
     "torch/hf_gpt2_tied_single/ckpt",
     "torch/dmg_shard_missing/ckpt",
+    "megatron/legacy_tp2_mcore/ckpt/iter_0000100",
 ]
 
 
@@ -280,7 +281,7 @@ def single_file(path: str) -> Path:
 
 @pytest.mark.parametrize("path", INSPECTED)
 def test_inspect_prints_the_documented_fields(ckpttools: Run, path: str) -> None:
-    document = ckpttools("inspect", single_file(path), "--json", "--tensors").document
+    document = ckpttools("inspect", single_file(path), "--json", "--tensors", "--rules").document
     assert [] == list(mismatches(document, schema_fields(document["schema"])))
 
 
@@ -344,7 +345,7 @@ def test_every_documented_field_of_inspect_is_seen_in_some_fixture(ckpttools: Ru
     """An optional field that nothing prints is a documentation of something that is not there."""
     seen: set[str] = set()
     for path in INSPECTED:
-        seen.update(_paths(ckpttools("inspect", single_file(path), "--json", "--tensors").document))
+        seen.update(_paths(ckpttools("inspect", single_file(path), "--json", "--tensors", "--rules").document))
     missing = {f for f in schema_fields("ckpttools/inspect/1") if "replicas[]" not in f} - seen
     assert set() == missing
 

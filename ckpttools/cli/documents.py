@@ -29,7 +29,7 @@ def findings(found: Iterable[Finding]) -> list[dict[str, str]]:
     return [{key: getattr(f, key) for key in keys} for f in found]
 
 
-def inspect(checkpoint: Checkpoint, *, has_tensors: bool) -> dict[str, Any]:
+def inspect(checkpoint: Checkpoint, *, has_tensors: bool, has_rules: bool = False) -> dict[str, Any]:
     """`ckpttools/inspect/1`."""
     document: dict[str, Any] = {
         "schema": "ckpttools/inspect/1",
@@ -46,7 +46,7 @@ def inspect(checkpoint: Checkpoint, *, has_tensors: bool) -> dict[str, Any]:
         "files": [{"path": f.path, "bytes": f.length_bytes, "role": f.role, "family": f.family} for f in checkpoint.files],
     }
     if has_tensors:
-        document["tensors"] = [_tensor(t) for t in checkpoint.tensors]
+        document["tensors"] = [_tensor(t) | ({"rule": t.rule} if has_rules and t.rule else {}) for t in checkpoint.tensors]
     document["objects"] = [_object(o) for o in checkpoint.objects]
     document["findings"] = findings(checkpoint.findings)
     return document

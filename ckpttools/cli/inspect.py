@@ -23,12 +23,15 @@ _EPILOG = options.examples(
 @click.command("inspect", epilog=_EPILOG)
 @options.path
 @click.option("--tensors", is_flag=True, help="List every tensor: dtype, shape, bytes, pieces.")
+@click.option("--rules", is_flag=True, help="With --tensors: by which rule the pieces of each were put together.")
 @click.option("--files", is_flag=True, help="List every file: bytes, role, family.")
 @click.option("--ranks", is_flag=True, help="List what each rank wrote.")
 @click.option("--objects", is_flag=True, help="List what is not a tensor: settings, random states, arguments.")
 @options.json_output
 @options.verbose
-def command(path: str, tensors: bool, files: bool, ranks: bool, objects: bool, is_json: bool, verbose: bool) -> ExitCode:
+def command(
+    path: str, tensors: bool, rules: bool, files: bool, ranks: bool, objects: bool, is_json: bool, verbose: bool
+) -> ExitCode:
     """Say what a checkpoint is: layout, tool that wrote it, step, mesh, counts and bytes.
 
     Reads manifests and headers only, never a tensor's values; what is wrong with them is listed. Use `validate` to check
@@ -39,10 +42,10 @@ def command(path: str, tensors: bool, files: bool, ranks: bool, objects: bool, i
     location = take_snapshot(path)
     checkpoint = open_snapshot(location, is_located=tensors or objects).checkpoint
     if is_json:
-        render.write_json(documents.inspect(checkpoint, has_tensors=tensors))
+        render.write_json(documents.inspect(checkpoint, has_tensors=tensors, has_rules=rules))
     else:
         sections = [_summary(checkpoint)]
-        sections += [_tensors(checkpoint)] if tensors else []
+        sections += [_tensors(checkpoint, has_rules=rules)] if tensors else []
         sections += [_objects(checkpoint)] if objects else []
         sections += [_files(checkpoint)] if files else []
         sections += [_ranks(checkpoint)] if ranks else []
@@ -87,12 +90,13 @@ def _counts(counter: Counter[str]) -> str:
     return ", ".join(f"{n} {name}" for name, n in counter.most_common()) or "none"
 
 
-def _tensors(checkpoint: Checkpoint) -> Iterator[str]:
-    rows = [("dtype", "shape", "bytes", "pieces", "name")]
+def _tensors(checkpoint: Checkpoint, *, has_rules: bool) -> Iterator[str]:
+    rows: list[tuple[str, ...]] = [("dtype", "shape", "bytes", "pieces", *(("rule",) if has_rules else ()), "name")]
     for t in checkpoint.tensors:
         pieces = str(len(t.pieces)) + (f" + {len(t.replicas)} copies" if t.replicas else "")
         name = t.name + (f"  (part of {t.part_of})" if t.part_of else "")
-        rows.append((t.spec.dtype.name, str(list(t.spec.shape)), str(t.spec.length_bytes), pieces, name))
+        rule = (t.rule or "as stored",) if has_rules else ()
+        rows.append((t.spec.dtype.name, str(list(t.spec.shape)), str(t.spec.length_bytes), pieces, *rule, name))
     yield from render.table(rows, right=(2,))
 
 

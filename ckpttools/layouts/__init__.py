@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ckpttools.containers import collector, items
 from ckpttools.errors import NotRecognisedError
 from ckpttools.findings import WARNING, Finding
-from ckpttools.layouts import dcp, dcp_hf, hf_bin, per_rank, safetensors, torch
+from ckpttools.layouts import dcp, dcp_hf, hf_bin, megatron_legacy, per_rank, safetensors, torch
 from ckpttools.layouts.base import Contents, Layout, Part
 from ckpttools.layouts.checks import check_cover, check_names, find_aliases
 from ckpttools.layouts.families import MODEL, families_of_keys, is_known_stem
@@ -28,6 +28,7 @@ REGISTRY: tuple[Layout, ...] = (
     safetensors.LAYOUT,
     hf_bin.LAYOUT,
     per_rank.LAYOUT,
+    megatron_legacy.LAYOUT,
     torch.LAYOUT,
 )
 """In the order in which they may claim a file: a file belongs to the first layout that recognises it."""

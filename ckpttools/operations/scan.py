@@ -15,7 +15,7 @@ from threading import local
 from ckpttools.checksums import ChecksumIndex, ChecksumWatch
 from ckpttools.digest import Hasher, TensorDigest, new_hasher
 from ckpttools.errors import FindingsError, StorageError
-from ckpttools.findings import Finding
+from ckpttools.findings import WARNING, Finding
 from ckpttools.gather import Gather
 from ckpttools.model import Box, Checkpoint, Extent, Piece, StoredChecksum, TensorEntry
 from ckpttools.operations.values import ValueReport, count_unusual
@@ -235,7 +235,8 @@ class _Worker:
             if found != expected[replica.box]:
                 first = next((p for p in entry.pieces if p.box == replica.box), entry.pieces[0])
                 where = f"{entry.name} at {list(replica.box.offsets)} in {_copy_name(first)} and {_copy_name(replica)}"
-                self.result.findings.append(Finding("replica-mismatch", where, expected[replica.box], found))
+                severity = WARNING if entry.replicas_may_differ else ""
+                self.result.findings.append(Finding("replica-mismatch", where, expected[replica.box], found, severity=severity))
 
     def _done(self, length_bytes: int) -> None:
         self.result.bytes_read += length_bytes
