@@ -13,20 +13,22 @@ from collections.abc import Iterable
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "base_layer"})
 """Parts of names that torch.compile, FSDP, activation checkpointing, Lightning and PEFT put in between."""
+_WRAPPER = re.compile("|".join(sorted(WRAPPERS)))
 PLACEHOLDERS = ("layer", "expert")
 _MAX_LENGTH = 400
 _MAX_OPEN = 4
 """How often `**` may stand in a pattern: each doubles the ways in which a name can be tried."""
 _TOKEN = re.compile(r"\*+|\?|\[!?\]?[^\]]*\]|\{[^}]*\}|[^*?\[\]{}^]+")
+_LETTERS = re.compile(r"\[[^]!0-9-]+\]")
+"""A set that no digit is in."""
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 
 
 def unwrapped(name: str) -> str:
     """A dotted name without the parts that wrappers put into it. Pure."""
-    if "_" not in name:
+    if not _WRAPPER.search(name):
         return name
-    parts = name.split(".")
-    kept = [part for part in parts if part not in WRAPPERS]
+    kept = [part for part in name.split(".") if part not in WRAPPERS]
     return ".".join(kept) if kept else name
 
 
@@ -37,7 +39,11 @@ def skeleton(name: str) -> str:
 
 def tells_numbers_apart(glob: str) -> bool:
     """Whether a pattern may match a name and not another one with the same `skeleton`. Pure."""
-    return bool(re.search(r"[0-9?\[]", glob))
+    for part in _LETTERS.sub("x", glob).split("."):
+        is_any = part in ("*", "**") or part.startswith("{")
+        if not is_any and (not re.search(r"[^\W\d]", part) or ("**" in part and re.search(r"[0-9?\[]", part))):
+            return True
+    return False
 
 
 def parse_glob(glob: str) -> str:

@@ -50,7 +50,7 @@ def parse_rules(text: str, where: str) -> RuleSet:
     reader = _Reader(text, where)
     table = parse_toml(text, where)
     reader.require_keys(table, _TOP, "")
-    included = [built_in(name) for name in reader.texts(table, "include", "")]
+    included = [reader.included(name) for name in reader.texts(table, "include", "")]
     if where != "buffers":
         included.append(built_in("buffers"))
     rules = [Rule(globs, label=f"`replicate` of {where}")] if (globs := reader.globs(table, "replicate", "")) else []
@@ -78,6 +78,11 @@ class _Reader:
 
     def error(self, message: str, place: str = "", *, expected: str = "", found: str = "") -> UsageError:
         return UsageError(f"{place}: {message}" if place else message, where=self.where, expected=expected, found=found)
+
+    def included(self, name: str) -> RuleSet:
+        if name not in BUILT_IN + OTHERS:
+            raise self.error(f"`include`: no built-in set of rules is called `{name}`", expected=", ".join(BUILT_IN + OTHERS))
+        return built_in(name)
 
     def require_keys(self, table: Mapping[str, object], known: tuple[str, ...], place: str) -> None:
         for key in table:

@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from ckpttools.dtypes import parse_dtype
 from ckpttools.errors import UsageError
 from ckpttools.geometry import cover
+from ckpttools.layouts import open_snapshot
 from ckpttools.model import Box, Mesh, Path, TensorSpec
 from ckpttools.placement.assign import Assignment, TensorPlace, place, require_fit
 from ckpttools.placement.counts import Counts
 from ckpttools.placement.local import Cut, Placement, held_boxes
-from ckpttools.placement.rule_files import built_in, parse_rules
+from ckpttools.placement.rule_files import built_in, choose, parse_rules
+from tests.fixture_cases import FIXTURES
 
 
 def tensor(name: str, *shape: int, dtype: str = "float32", family: str = "model", path: Path = ()) -> TensorPlace:
@@ -231,6 +233,20 @@ class TestRefusals:
 
     def test_a_mesh_beyond_reason_is_refused_at_once(self) -> None:
         assert "too many ranks" in on(f"fsdp={10**30}", [tensor("w", 4)], None).problems[0].message
+
+
+@pytest.mark.parametrize(
+    ("case", "mesh"),
+    [("dcp_tp2", "tp=2"), ("dcp_fsdp2_tp_2x2", "fsdp=2,tp=2"), ("dcp_fsdp2_w4_uneven", "fsdp=4"), ("dcp_ep2", "ep=2")],
+)
+def test_boxes_are_those_of_torch_for_the_same_mesh(case: str, mesh: str) -> None:
+    checkpoint = open_snapshot(str(FIXTURES / "torch" / case / "ckpt")).checkpoint
+    tensors = [(t.spec, t.path, t.family) for t in checkpoint.tensors]
+    found = place(tensors, Mesh.parse(mesh), choose([t.name for t in checkpoint.tensors if t.family == "model"]))
+    assert found.problems == ()
+    boxes = held_boxes(found.tensors, found.mesh)
+    for t in checkpoint.tensors:
+        assert {box for box in boxes[t.name] if box.volume} == {piece.box for piece in t.pieces if piece.box.volume}, t.name
 
 
 AXES = st.tuples(st.sampled_from(["tp", "fsdp", "dp", "pp"]), st.integers(1, 3))
