@@ -14,6 +14,7 @@ from ckpttools.operations.select import Selection
 from ckpttools.placement import assign
 from ckpttools.placement.assign import Assignment, require_fit
 from ckpttools.placement.counts import Counts, counts_of
+from ckpttools.placement.infer import infer
 from ckpttools.placement.rule_files import BUILT_IN, OTHERS, built_in, choose, parse_rules
 from ckpttools.placement.rules import RuleSet
 from ckpttools.storage.source import exists, open_source, read
@@ -46,7 +47,7 @@ def place(snapshot: Snapshot, selection: Selection, mesh: Mesh, placing: Placing
     assignment = assign.place(
         tensors,
         mesh,
-        _rules(selection, placing.rules),
+        _rules(snapshot, selection, placing.rules),
         _counts(snapshot, placing.model_config),
         is_even=needs_even,
         layers_per_stage=placing.stage_layers,
@@ -55,13 +56,15 @@ def place(snapshot: Snapshot, selection: Selection, mesh: Mesh, placing: Placing
     return assignment
 
 
-def _rules(selection: Selection, wanted: str) -> RuleSet | None:
+def _rules(snapshot: Snapshot, selection: Selection, wanted: str) -> RuleSet | None:
     if not wanted:
         return choose(name for name, entry in selection.tensors.items() if entry.family == MODEL)
+    if wanted == "source":
+        return infer(selection.tensors, snapshot.checkpoint.mesh)
     if wanted in (*BUILT_IN, *OTHERS):
         return built_in(wanted)
     if not exists(wanted):
-        known = ", ".join((*BUILT_IN, *OTHERS))
+        known = ", ".join(("source", *BUILT_IN, *OTHERS))
         raise UsageError(f"no rules: `{wanted}` is no file and no built-in set", expected=f"a TOML file, or one of {known}")
     return parse_rules(_text(wanted), wanted)
 
@@ -73,7 +76,10 @@ def _counts(snapshot: Snapshot, wanted: str | None) -> Counts:
     for path in _CONFIGS:
         if path in snapshot.listing and snapshot.listing.length_bytes(path) <= _MAX_TEXT_BYTES:
             data = read(snapshot.source, path, 0, snapshot.listing.length_bytes(path))
-            return counts_of(_config(data.decode("utf-8", "replace"), path), path)
+            try:
+                return counts_of(_config(data.decode("utf-8", "replace"), path), path)
+            except UsageError:  # nobody named it: it may be another model's, and what lacks a count is told when it is needed
+                return Counts()
     return Counts()
 
 

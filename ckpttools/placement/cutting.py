@@ -84,7 +84,8 @@ def _ask_for_units(spec: TensorSpec, rule: Rule, dim: int, length: int, counts: 
     count = counts.of(rule.units)
     if count is None or rule.units == "experts":
         what = _WORDS[rule.units] if rule.units == "experts" else f"elements of dimension {dim}"
-        requirements.ask(Constraint((rule.axis,), length, what), spec.name)
+        why = "" if rule.units == "experts" else f"and each rank must have whole {_WORDS[rule.units]}"
+        requirements.ask(Constraint((rule.axis,), length, what, why=why), spec.name)
         return
     if length % count:
         message = f"dimension {dim} is no multiple of the model config's {_WORDS[rule.units]} ({rule.label})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ MAX_RANKS = 1 << 20
 _MAX_TRIED = 20_000
 _MAX_SIZES = 12
 _MAX_NAMED = 8
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,12 @@ class Problem:
     tensors: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        named = ", ".join(f"`{name}`" for name in self.tensors[:_MAX_NAMED])
-        more = f" and {len(self.tensors) - _MAX_NAMED} more" if len(self.tensors) > _MAX_NAMED else ""
+        """In one line; tensors of several layers are named once, with `*` for the number."""
+        alike = list(dict.fromkeys(_NUMBER.sub("*", name) for name in self.tensors))
+        listed = alike if len(alike) < len(self.tensors) else self.tensors
+        named = ", ".join(f"`{name}`" for name in listed[:_MAX_NAMED])
+        more = f" and {len(listed) - _MAX_NAMED} more" if len(listed) > _MAX_NAMED else ""
+        more += f", {len(self.tensors)} tensors" if len(listed) < len(self.tensors) else ""
         told = "; ".join(
             filter(None, (f"expected {self.expected}" if self.expected else "", f"found {self.found}" if self.found else ""))
         )
