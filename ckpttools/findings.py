@@ -114,6 +114,12 @@ TABLE: tuple[Code, ...] = (
     Code("piece-out-of-bounds", ERROR, "a piece lies outside its tensor", _GOOD_COPY),
     Code("piece-mismatch", ERROR, "a stored piece has another dtype or shape than its manifest says", _GOOD_COPY),
     Code(
+        "undefined-elements",
+        NOTE,
+        "elements that were never set before saving, such as the gaps between the parameters of an optimizer's bucket",
+        "none needed; they count as zeros, so that two saves of one state are the same",
+    ),
+    Code(
         "completeness-unproved",
         NOTE,
         "nothing states the global shape, so a missing last shard could not be seen",

@@ -17,7 +17,7 @@ from ckpttools.dtypes import DType
 from ckpttools.errors import ConversionError, FindingsError
 from ckpttools.findings import Finding
 from ckpttools.geometry import BoxIndex, is_row_major, is_tiled, row_major_strides, span_elements, tiles
-from ckpttools.model import Box, Encoding, Extent, Piece, TensorEntry
+from ckpttools.model import VOID, Box, Encoding, Extent, Piece, TensorEntry
 from ckpttools.storage.decoding import DecodedStream
 from ckpttools.storage.source import Source
 
@@ -201,6 +201,9 @@ def _transform(part: Array, dtype: DType, transform: str) -> None:
     """Turn stored elements into logical ones, in place and bit by bit: NaN payloads survive."""
     import numpy as np
 
+    if transform == VOID:
+        part[...] = np.zeros((), part.dtype)
+        return
     width = dtype.component_bytes
     components = part[..., None].view(f"u{width}")  # complex numbers as (..., 2)
     if transform == "byteswap":

@@ -52,6 +52,20 @@ class Encoding:
     """Bytes after decoding, where something declares it."""
 
 
+VOID = "void"
+"""The transform of an extent that its writer never set: whatever is stored there, the values are zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPart:
+    """What a lazy item holds, where a piece is a run of its row-major elements and not all of it."""
+
+    shape: tuple[int, ...]
+    """Of the tensor in the item."""
+    first: int
+    """Which of its elements the piece starts with."""
+
+
 @dataclass(frozen=True, slots=True)
 class Extent:
     """Where the bytes of a box lie."""
@@ -65,12 +79,14 @@ class Extent:
     strides: tuple[int, ...] | None = None
     """Elements between neighbours along each dimension; None when the box is stored row-major without gaps."""
     transforms: tuple[str, ...] = ()
-    """What turns stored elements into logical ones, in order: `byteswap`, `conj`, `neg`."""
+    """What turns stored elements into logical ones, in order: `byteswap`, `conj`, `neg`, `void`."""
     encoding: Encoding | None = None
     """The compressed stretch in which `offset` counts, if any."""
     container: str = ""
     """`torch` when the stretch is a whole torch file that holds the box and was not opened yet: a manifest (DCP's) says
     where it lies, and only its own directory says where in it the values are. `containers.items` opens it."""
+    part: ItemPart | None = None
+    """With `container`: which part of the item it is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from ckpttools.containers.torch_values import MalformedError, read_tensor
 from ckpttools.containers.trees import persistent_ids
 from ckpttools.errors import StorageError
 from ckpttools.findings import Finding
-from ckpttools.model import Checkpoint, Extent, Piece, StoredChecksum, TensorEntry
+from ckpttools.model import Checkpoint, Extent, ItemPart, Piece, StoredChecksum, TensorEntry
 from ckpttools.pickles.views import kind_of
 from ckpttools.storage.source import Source, is_url
 
@@ -69,25 +69,35 @@ def locate(source: Source, checkpoint: Checkpoint) -> Checkpoint:
 def _open_items(source: Source, items: Sequence[tuple[Extent, str, TensorEntry | None, Piece | None]]) -> _Opened:
     """Open the items of one file, in the order of their bytes."""
     opened = _Opened()
+    place: object = None
     for extent, name, entry, piece in sorted(items, key=lambda item: item[0].offset):
         if extent in opened.extents or extent in opened.records:
             continue
-        try:
-            region = _region(source, extent)
-            file = read_torch_file(region)
-        except StorageError as e:
-            where = f"{name} in {e.where or extent.file}"
-            opened.findings.append(Finding(e.finding_code, where, e.expected or "readable bytes", e.found or e.message))
-            continue
-        opened.findings += [replace(f, where=f"{name}: {f.where}") for f in file.findings]
-        for c in file.checksums:  # a constructor: `replace` takes three times as long, and there are millions
-            labelled = StoredChecksum(c.file, c.offset, c.length, c.expected, f"{name}: {c.label}", c.encoding)
-            opened.checksums.append(labelled)
+        if place != (extent.offset, extent.length, extent.encoding):  # parts of one item follow each other
+            try:
+                region = _region(source, extent)
+                file = read_torch_file(region)
+            except StorageError as e:
+                where = f"{name} in {e.where or extent.file}"
+                opened.findings.append(Finding(e.finding_code, where, e.expected or "readable bytes", e.found or e.message))
+                place = None
+                continue
+            place = (extent.offset, extent.length, extent.encoding)
+            opened.findings += [replace(f, where=f"{name}: {f.where}") for f in file.findings]
+            for c in file.checksums:  # a constructor: `replace` takes three times as long, and there are millions
+                labelled = StoredChecksum(c.file, c.offset, c.length, c.expected, f"{name}: {c.label}", c.encoding)
+                opened.checksums.append(labelled)
+            opened.expansion.add_file(file)
         if entry is None or piece is None:
             opened.records[extent] = RankFile(extent.file, 0, region, file)
         else:
             _open_tensor(opened, region, file, extent, entry, piece)
     return opened
+
+
+def open_item(source: Source, extent: Extent) -> TorchFile:
+    """The torch file that a lazy extent is. Raises StorageError."""
+    return read_torch_file(_region(source, extent))
 
 
 def _region(source: Source, extent: Extent) -> Region:
@@ -106,16 +116,25 @@ def _open_tensor(opened: _Opened, region: Region, file: TorchFile, extent: Exten
     except MalformedError as e:
         opened.findings.append(Finding("piece-mismatch", where, "a tensor", str(e)))
         return
-    if (tensor.dtype, tensor.shape) != (entry.spec.dtype, piece.box.sizes):
-        expected = f"{entry.spec.dtype} {list(piece.box.sizes)}"
+    shape = piece.box.sizes if extent.part is None else extent.part.shape
+    if (tensor.dtype, tensor.shape) != (entry.spec.dtype, shape):
+        expected = f"{entry.spec.dtype} {list(shape)}"
         opened.findings.append(Finding("piece-mismatch", where, expected, f"{tensor.dtype} {list(tensor.shape)}"))
         return
-    opened.expansion.add_file(file)
     exact = locate_tensor(file, extent.file, tensor, where, opened.expansion)
+    if not isinstance(exact, Finding) and extent.part is not None:
+        exact = _narrowed(exact, extent.part, entry.spec.dtype.length_bytes(1), piece.box.volume, where)
     if isinstance(exact, Finding):
         opened.findings.append(exact)
     else:
-        opened.extents[extent] = exact
+        opened.extents[extent] = replace(exact, transforms=(*exact.transforms, *extent.transforms))
+
+
+def _narrowed(whole: Extent, part: ItemPart, item_bytes: int, volume: int, where: str) -> Extent | Finding:
+    """The part of an item that a piece is."""
+    if whole.strides is not None:
+        return Finding("piece-mismatch", where, "a dense tensor", f"strides {list(whole.strides)}")
+    return replace(whole, offset=whole.offset + part.first * item_bytes, length=volume * item_bytes)
 
 
 def _with_extents(entry: TensorEntry, extents: dict[Extent, Extent]) -> TensorEntry:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ckpttools.containers import collector, items
 from ckpttools.errors import NotRecognisedError
 from ckpttools.findings import WARNING, Finding
-from ckpttools.layouts import dcp, dcp_hf, hf_bin, megatron_legacy, per_rank, safetensors, torch
+from ckpttools.layouts import dcp, dcp_hf, hf_bin, megatron_dist, megatron_legacy, per_rank, safetensors, torch
 from ckpttools.layouts.base import Contents, Layout, Part
 from ckpttools.layouts.checks import check_cover, check_names, find_aliases
 from ckpttools.layouts.families import MODEL, families_of_keys, is_known_stem
@@ -23,6 +23,7 @@ from ckpttools.model import Checkpoint, FileEntry, Mesh, ObjectEntry, Path, Tens
 from ckpttools.storage.source import Listing, Source, open_source, read
 
 REGISTRY: tuple[Layout, ...] = (
+    megatron_dist.LAYOUT,
     dcp.LAYOUT,
     dcp_hf.LAYOUT,
     safetensors.LAYOUT,

@@ -33,11 +33,24 @@ _OTHER_KEYS = {
     **dict.fromkeys(("scheduler", "lr_scheduler", "lr_schedulers", "scheduler_state_dict", "opt_param_scheduler"), SCHEDULER),
     **dict.fromkeys(("rng", "rng_state", "rng_states", "random_state", "cuda_rng_state"), RNG_STATE),
     **dict.fromkeys(
-        ("dataloader", "data_loader", "dataloaders", "train_state", "trainer_state", "extra_state", "client_state"), EXTRA_STATE
+        (
+            "common_state",
+            "dataloader",
+            "data_loader",
+            "dataloaders",
+            "train_state",
+            "trainer_state",
+            "extra_state",
+            "client_state",
+        ),
+        EXTRA_STATE,
     ),
     **dict.fromkeys(("scaler", "grad_scaler", "amp"), "scaler"),
 }
-_FLAT_KEYS = frozenset({"optim", "optimizer", "optimizers", "lr_scheduler", "lr_schedulers"})
+_WORD = re.compile(r"(?:chained_\d+\.)?([^./]*)")
+_FLAT_KEYS = frozenset(
+    {"optim", "optimizer", "optimizers", "lr_scheduler", "lr_schedulers", "opt_param_scheduler", "rng_state", "common_state"}
+)
 """First words of flat names (`optimizer.state.w.step`) that are surely no model's; `scaler.` may be a module."""
 RANK_LOCAL = frozenset({RNG_STATE, EXTRA_STATE})
 """Families in which every rank has a state of its own."""
@@ -69,7 +82,8 @@ def families_of_keys(paths: Iterable[Path]) -> dict[object, str]:
 
 
 def _first_word(key: object) -> str:
-    return key.partition(".")[0] if isinstance(key, str) else ""
+    """What stands before the first dot or slash; megatron-core's chained optimizers are counted before that."""
+    return _WORD.match(key)[1] if isinstance(key, str) else ""  # type: ignore[index]  # it matches any text
 
 
 def _family_of_key(key: object, is_branch: bool, has_model_key: bool, has_optimizer_keys: bool) -> str:

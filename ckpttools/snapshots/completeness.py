@@ -54,7 +54,7 @@ def judge(names: Sequence[str]) -> Completeness:
             return Completeness(FOREIGN, "no file of a checkpoint in it")
         return Completeness(UNFINISHED, "nothing was written yet" if not names else f"only {leftovers[0]}", 0)
     there = set(names)
-    for missing in (_sharded_ranks(there, data), _counted(data), _grids(data)):
+    for missing in (_sharded_ranks(there, data), _arrays(there, data), _counted(data), _grids(data)):
         if missing is not None:
             return missing
     record = next((r for r in _RECORDS if r in there), "") or next((n for n in names if _INDEX.fullmatch(n)), "")
@@ -79,8 +79,18 @@ def _sharded_ranks(there: set[str], data: Iterable[str]) -> Completeness | None:
             where = f" in {directory}" if directory else ""
             return Completeness(UNFINISHED, f"no .metadata{where}", len(found))
         is_flashpoint = any("_src" in n for n in there)
-        if not directory and "common.pt" in there and "metadata.json" not in there and not is_flashpoint:
+        beside = f"{directory}/" if directory else ""
+        if f"{beside}common.pt" in there and f"{beside}metadata.json" not in there and not is_flashpoint:
             return Completeness(UNFINISHED, "no metadata.json", len(found))
+    return None
+
+
+def _arrays(there: set[str], data: Iterable[str]) -> Completeness | None:
+    """Megatron's zarr directories: `metadata.json` beside those of the tensors is written last."""
+    arrays = [name.rsplit("/", 2) for name in data if name.endswith("/.zarray")]
+    tops = {parts[0] if len(parts) == 3 else "" for parts in arrays}
+    if tops and not any(f"{top}/metadata.json".lstrip("/") in there for top in tops):
+        return Completeness(UNFINISHED, "no metadata.json", len(arrays))
     return None
 
 

@@ -21,7 +21,7 @@ from ckpttools.snapshots.completeness import Completeness, judge
 from ckpttools.snapshots.names import FILE_SUFFIXES, is_temporary, looks_like_snapshot, parse_mark, parse_step
 from ckpttools.snapshots.neighbours import compare_neighbours
 from ckpttools.snapshots.policy import COMMITTED, DAMAGED, FOREIGN, UNFINISHED
-from ckpttools.snapshots.trackers import Claim, find_claims
+from ckpttools.snapshots.trackers import MEGATRON, RELEASE, Claim, find_claims, read_tracker
 from ckpttools.storage.tree import Measure, Tree, read_tree
 
 NESTS = ("", "checkpoint", "checkpoints", "ckpt")
@@ -134,7 +134,9 @@ def nests_of(tree: Tree) -> list[str]:
 
 
 def _step_of(tree: Tree, prefix: str, name: str, pattern: re.Pattern[str] | None) -> int | None:
-    """The step in a name, or in what a directory is to be called when it is done."""
+    """The step in a name, or in what a directory is to be called when it is done; 0 for what Megatron converted."""
+    if name == RELEASE and tree.is_directory(prefix + name) and read_tracker(tree, prefix + MEGATRON) == RELEASE:
+        return 0
     marked = parse_mark(name) if tree.is_directory(prefix + name) else None
     if marked is not None and (is_temporary(name) or not (tree.is_directory(prefix + marked) or tree.is_file(prefix + marked))):
         return parse_step(marked, pattern)

@@ -13,12 +13,14 @@ from ckpttools.findings import Finding
 from ckpttools.snapshots.policy import COMMITTED
 from ckpttools.storage.tree import Tree
 
+MEGATRON, RELEASE = "latest_checkpointed_iteration.txt", "release"
+"""Megatron's tracker has an iteration, or this word for a converted model that was not trained on yet; so is its directory."""
 TRACKERS = (
     "latest",
     "latest.txt",
     "latest_universal",
     "latest-universal",
-    "latest_checkpointed_iteration.txt",
+    MEGATRON,
     "dlrover_latest.txt",
     "last_checkpoint",
 )
@@ -77,8 +79,14 @@ def read_tracker_claims(tree: Tree, nests: Sequence[str], states: Mapping[str, s
     return claims
 
 
+def read_tracker(tree: Tree, path: str) -> str:
+    """What a tracker says; empty for one that is not there. Raises StorageError."""
+    found = tree.status(path) if path not in tree.links else None
+    return tree.read_text(path).strip() if found is not None and found.is_regular else ""
+
+
 def _claim(tracker: str, says: str, path: str, states: Mapping[str, str]) -> Claim:
-    return Claim(tracker, says, path, states.get(path) == COMMITTED or (path == "" and says == "release"))
+    return Claim(tracker, says, path, states.get(path) == COMMITTED)
 
 
 def _named(prefix: str, says: str, states: Mapping[str, str], steps: Mapping[str, int]) -> str:

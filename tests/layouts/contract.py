@@ -23,9 +23,9 @@ from tests.fixture_cases import Case, Target
 READ_ONLY_DEPTHS = ("commit", "structure", "full")
 
 
-def targets(*names: str) -> list[tuple[Case, Target]]:
+def targets(*names: str, family: str = "torch") -> list[tuple[Case, Target]]:
     """Every path of some cases that holds tensors."""
-    return [(case, target) for name in names for case in [Case("torch", name)] for target in case.targets()]
+    return [(case, target) for name in names for case in [Case(family, name)] for target in case.targets()]
 
 
 def pieces(snapshot: Snapshot) -> Iterator[Piece]:
@@ -41,22 +41,28 @@ class LayoutContract:
     """Inherit, and set these."""
 
     layout: str
+    family = "torch"
+    """Folder of the fixtures."""
     cases: tuple[str, ...]
-    """Sound fixtures, of one snapshot each."""
+    """Sound fixtures."""
     harmed: tuple[str, str]
     """(case, data file relative to the snapshot) that damage is tried on."""
 
     @pytest.fixture
     def copied(self, copy_of) -> Path:
         """A copy of the snapshot that may be harmed."""
-        return copy_of(Case("torch", self.harmed[0]).checkpoint)
+        (_, target), *_ = self.targets(self.harmed[0])
+        return copy_of(target.path)
 
     @pytest.fixture
     def data_file(self, copied: Path) -> Path:
         return copied / self.harmed[1]
 
+    def targets(self, *names: str) -> list[tuple[Case, Target]]:
+        return targets(*names or self.cases, family=self.family)
+
     def opened(self) -> Iterator[tuple[Target, Snapshot]]:
-        for _, target in targets(*self.cases):
+        for _, target in self.targets():
             yield target, open_snapshot(str(target.path), is_located=True)
 
     def test_fixtures_are_recognised_as_this_layout(self):
@@ -69,13 +75,13 @@ class LayoutContract:
         assert all(s.checkpoint.commit.is_committed for _, s in self.opened())
 
     def test_tensors_of_the_truth_are_there_with_their_digests(self):
-        for case, target in targets(*self.cases):
+        for case, target in self.targets():
             listed = hash_tensors(str(target.path), algorithm="sha256").tensors
             lines = [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "digest": t.digest} for t in listed]
             assert [] == case.missing(target.tensors, lines)
 
     def test_digests_are_those_of_sha256_over_the_bytes_alone(self):
-        _, target = targets(*self.cases)[0]
+        _, target = self.targets()[0]
         listed = hash_tensors(str(target.path), algorithm="sha256")
         wanted = {digest for expected in target.tensors.values() for digest in expected.digests}
         assert wanted & {t.digest for t in listed.tensors} - {hashlib.sha256(b"").hexdigest()}
@@ -107,7 +113,7 @@ class LayoutContract:
             assert len(listed) == len(snapshot.checkpoint.files)
 
     def test_opening_twice_gives_the_same(self):
-        _, target = targets(*self.cases)[0]
+        _, target = self.targets()[0]
         one, other = (open_snapshot(str(target.path), is_located=True).checkpoint for _ in range(2))
         assert (one.tensors, one.files, one.findings) == (other.tensors, other.files, other.findings)
 
