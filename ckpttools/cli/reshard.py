@@ -15,7 +15,8 @@ from ckpttools.units import render_bytes_short
 if TYPE_CHECKING:
     from ckpttools.operations.reshard import Resharding
 
-_TARGETS = ("dcp",)
+_TARGETS = ("dcp", "safetensors")
+"""Those of `operations.targets`, which is not loaded for a help text."""
 _EPILOG = options.examples(
     "ckpttools reshard checkpoint/step-1000 restart/ --to dcp --mesh fsdp=48",
     "ckpttools reshard checkpoint/step-1000 restart/ --to dcp --mesh tp=2,fsdp=4 --dry-run",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpttools.layouts import dcp
+from ckpttools.layouts.dcp_hf import write as write_shards
 from ckpttools.model import Arrangement, Mesh, ObjectEntry, Path
 from ckpttools.placement.local import PlacedTensor
 
@@ -57,6 +58,17 @@ def _dcp(request: Request) -> Arrangement:
     )
 
 
+def _safetensors(request: Request) -> Arrangement:
+    return write_shards.arrange_ranks(
+        request.tensors,
+        request.mesh,
+        objects=request.objects,
+        sequences=request.sequences,
+        aliases=request.aliases,
+        max_file_bytes=request.max_part_bytes,
+    )
+
+
 TARGETS = (
     Target(
         "dcp",
@@ -65,6 +77,13 @@ TARGETS = (
         holds_objects=True,
         holds_state=True,
         holds_whole_items=True,
+    ),
+    Target(
+        "safetensors",
+        "what DCP's Hugging Face writer leaves per rank: `shard-<rank + 1>-model-<i>-of-<n>.safetensors`",
+        _safetensors,
+        holds_objects=False,
+        holds_state=False,
     ),
 )
 """In the order in which help lists them."""

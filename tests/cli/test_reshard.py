@@ -1,0 +1,157 @@
+"""`reshard` as a user meets it: what it refuses before a byte is written, what it carries, what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ckpttools.cli import reshard as cli
+from ckpttools.layouts import open_snapshot
+from ckpttools.operations import targets
+from tests.conftest import Answer
+from tests.fixture_cases import FIXTURES
+
+Run = Callable[..., Answer]
+SOURCE = FIXTURES / "torch" / "dcp_fsdp2_w4_uneven" / "ckpt"
+
+
+def test_the_command_line_knows_every_target() -> None:
+    assert tuple(targets.BY_NAME) == cli._TARGETS
+
+
+class TestRefusals:
+    """Nothing is there afterwards, and the message has the numbers."""
+
+    @pytest.mark.parametrize(
+        ("mesh", "said"),
+        [
+            ("foo=2", "unknown mesh axis `foo`"),
+            ("pp=3", "--mesh pp=2"),
+            ("ep=2", "experts"),
+            ("fsdp=0", "not a mesh axis"),
+            ("fsdp=2,fsdp=2", "named twice"),
+            ("fsdp", "write it like tp=2"),
+        ],
+    )
+    def test_a_mesh_that_does_not_fit(self, mesh: str, said: str, ckpttools: Run, tmp_path: Path) -> None:
+        answer = ckpttools("reshard", SOURCE, tmp_path / "out", "--to", "dcp", "--mesh", mesh)
+        assert answer.exit_code == 2
+        assert said in answer.stderr
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize("case", ["dmg_shard_missing", "dmg_metadata_chunk_hole", "dmg_distcp_truncated"])
+    def test_a_source_that_is_not_whole(self, case: str, ckpttools: Run, tmp_path: Path) -> None:
+        answer = ckpttools("reshard", FIXTURES / "torch" / case / "ckpt", tmp_path / "out", "--to", "dcp", "--mesh", "fsdp=2")
+        assert answer.exit_code in (1, 3)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_flipped_bit_is_not_given_a_right_checksum(self, ckpttools: Run, tmp_path: Path) -> None:
+        source = FIXTURES / "torch" / "dmg_distcp_bitflip_tensor" / "ckpt"
+        answer = ckpttools("reshard", source, tmp_path / "out", "--to", "dcp", "--mesh", "fsdp=2")
+        assert answer.exit_code == 1
+        assert "checksum-mismatch" in answer.stderr
+        assert not (tmp_path / "out").exists()
+
+    def test_a_destination_that_is_there(self, ckpttools: Run, tmp_path: Path) -> None:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "precious").write_text("x")
+        answer = ckpttools("reshard", SOURCE, tmp_path / "out", "--to", "dcp", "--mesh", "fsdp=2")
+        assert answer.exit_code == 4
+        assert (tmp_path / "out" / "precious").read_text() == "x"
+
+    def test_what_a_target_cannot_hold_is_named_and_needs_drop(self, ckpttools: Run, tmp_path: Path) -> None:
+        arguments = ["reshard", SOURCE, tmp_path / "out", "--to", "safetensors", "--mesh", "fsdp=2"]
+        answer = ckpttools(*arguments)
+        assert answer.exit_code == 4
+        assert "optim.state" in answer.stderr
+        assert "--drop" in answer.stderr
+        assert list(tmp_path.iterdir()) == []
+        assert ckpttools(*arguments, "--drop").exit_code == 0
+
+    @pytest.mark.parametrize("layers", ["8,x", "0,2"])
+    def test_layers_of_stages_that_are_none(self, layers: str, ckpttools: Run, tmp_path: Path) -> None:
+        answer = ckpttools("reshard", SOURCE, tmp_path / "out", "--to", "dcp", "--mesh", "pp=2", "--pp-layers", layers)
+        assert answer.exit_code == 2
+
+    @pytest.mark.parametrize(
+        ("rules", "said"), [("nothing-there.toml", "no file and no built-in set"), (str(SOURCE), "text file")]
+    )
+    def test_rules_that_are_none(self, rules: str, said: str, ckpttools: Run, tmp_path: Path) -> None:
+        answer = ckpttools("reshard", SOURCE, tmp_path / "out", "--to", "dcp", "--mesh", "tp=2", "--placements", rules)
+        assert answer.exit_code == 2
+        assert said in answer.stderr
+
+
+class TestWhatIsWritten:
+    def test_a_dry_run_says_where_everything_goes_and_writes_nothing(self, ckpttools: Run, tmp_path: Path) -> None:
+        answer = ckpttools("reshard", SOURCE, tmp_path / "out", "--to", "dcp", "--mesh", "tp=2,fsdp=2", "--dry-run")
+        assert answer.exit_code == 0
+        assert "tp: dim 0; fsdp: dim 0" in answer.stdout
+        assert "fsdp=1,tp=1" in answer.stdout
+        assert "__2_0.distcp" in answer.stdout
+        assert list(tmp_path.iterdir()) == []
+
+    def test_rules_of_a_file_decide(self, ckpttools: Run, tmp_path: Path) -> None:
+        rules = tmp_path / "rules.toml"
+        rules.write_text('[[rules]]\ntensors = ["*.wq.weight"]\naxis = "tp"\ndim = 1\n')
+        arguments = ["--to", "dcp", "--mesh", "tp=2", "--placements", rules, "--dry-run", "--json"]
+        document = ckpttools("reshard", SOURCE, tmp_path / "out", *arguments).document
+        placed = {p["tensor"]: p["placement"] for p in document["placements"]}
+        assert placed["model.layers.0.attention.wq.weight"] == "tp: dim 1"
+        assert placed["optim.state.layers.0.attention.wq.weight.exp_avg"] == "tp: dim 1"
+        assert placed["model.layers.0.attention.wk.weight"] == "replicated"
+
+    def test_ranks_share_their_bytes_by_source_file(self, ckpttools: Run, tmp_path: Path) -> None:
+        arguments = ["--to", "dcp", "--mesh", "fsdp=2", "--dry-run", "--json"]
+        document = ckpttools("reshard", SOURCE, tmp_path / "out", *arguments).document
+        assert [rank["at"] for rank in document["ranks"]] == ["fsdp=0", "fsdp=1"]
+        assert all(sum(s["bytes"] for s in rank["sources"]) == rank["bytes"] for rank in document["ranks"])
+
+    def test_ranks_have_files_of_their_own(self, ckpttools: Run, tmp_path: Path) -> None:
+        arguments = ["--to", "dcp", "--mesh", "fsdp=3", "--files-per-rank", "2"]
+        assert ckpttools("reshard", SOURCE, tmp_path / "out", *arguments).exit_code == 0
+        files = {path.name for path in (tmp_path / "out").iterdir()}
+        assert files == {".metadata", "ckpttools-seal.json", *(f"__{r}_{n}.distcp" for r in range(3) for n in range(2))}
+
+    def test_objects_go_over_byte_for_byte(self, ckpttools: Run, tmp_path: Path) -> None:
+        ckpttools("reshard", SOURCE, tmp_path / "out", "--to", "dcp", "--mesh", "fsdp=3")
+        found = [_object_bytes(root) for root in (SOURCE, tmp_path / "out")]
+        assert found[0] == found[1]
+        assert len(found[0]) > 10
+
+    def test_an_object_that_holds_tensors_stays_one_object(self, ckpttools: Run, tmp_path: Path) -> None:
+        dcp.save({"w": torch.arange(6.0), "pair": (torch.ones(3), "text")}, checkpoint_id=str(tmp_path / "in"), no_dist=True)
+        answer = ckpttools("reshard", tmp_path / "in", tmp_path / "out", "--to", "dcp", "--mesh", "fsdp=2")
+        assert answer.exit_code == 0, answer.stderr
+        assert ckpttools("validate", tmp_path / "out").exit_code == 0
+        assert ckpttools("hash", tmp_path / "out").stdout == ckpttools("hash", tmp_path / "in").stdout
+        state = {"w": torch.zeros(6), "pair": (torch.zeros(3), "")}
+        dcp.load(state, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+        assert torch.equal(state["w"], torch.arange(6.0))
+        assert torch.equal(state["pair"][0], torch.ones(3))
+        assert state["pair"][1] == "text"
+
+    def test_the_output_is_the_same_whatever_the_number_of_threads(self, ckpttools: Run, tmp_path: Path) -> None:
+        for jobs in ("1", "4"):
+            ckpttools("reshard", SOURCE, tmp_path / jobs, "--to", "dcp", "--mesh", "tp=2,fsdp=2", "--jobs", jobs)
+        one, four = ({p.name: p.read_bytes() for p in (tmp_path / jobs).iterdir()} for jobs in ("1", "4"))
+        assert one == four
+
+    def test_tied_tensors_are_written_under_each_name(self, ckpttools: Run, tmp_path: Path) -> None:
+        source = FIXTURES / "torch" / "hf4_gpt2_bin_sharded" / "ckpt"
+        assert ckpttools("reshard", source, tmp_path / "out", "--to", "dcp", "--mesh", "fsdp=2").exit_code == 0
+        assert ckpttools("hash", tmp_path / "out").stdout == ckpttools("hash", source).stdout
+
+
+def _object_bytes(root: Path) -> dict[str, bytes]:
+    """The torch archive of each object."""
+    found = {}
+    for entry in open_snapshot(str(root)).checkpoint.objects:
+        assert entry.extent is not None
+        data = (root / entry.extent.file).read_bytes()
+        found[entry.name] = data[entry.extent.offset : entry.extent.offset + entry.extent.length]
+    return found
