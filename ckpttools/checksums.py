@@ -7,7 +7,7 @@ reads that are made anyway. What did not pass in order is read by itself at the 
 from __future__ import annotations
 
 import zlib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -48,6 +48,18 @@ class ChecksumIndex:
         if at < 0 or not extent.length or extent.offset + extent.length > places[at][1]:
             return None
         return places[at][2]
+
+    def inside(self, extent: Extent) -> list[int]:
+        """The positions of the checksums whose records lie in a stretch of a file: a whole archive has several."""
+        places = self._places.get((extent.file, extent.encoding), [])
+        stop = extent.offset + extent.length
+        found = []
+        for start, end, number in places[bisect_left(places, (extent.offset, 0, 0)) :]:
+            if start >= stop:
+                break
+            if end <= stop:
+                found.append(number)
+        return found
 
 
 class ChecksumWatch:

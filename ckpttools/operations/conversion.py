@@ -72,7 +72,14 @@ def carry_out(conversion: Conversion, snapshot: Snapshot, manner: Manner) -> Con
         LockedError, StorageError: when it cannot be written.
     """
     tensors = list(conversion.selection.tensors.values())
-    proof = SourceProof(snapshot, tensors, manner.allowed_findings, jobs=manner.jobs, memory_bytes=manner.memory_bytes)
+    proof = SourceProof(
+        snapshot,
+        tensors,
+        manner.allowed_findings,
+        objects=conversion.selection.objects,
+        jobs=manner.jobs,
+        memory_bytes=manner.memory_bytes,
+    )
     if is_url(conversion.destination):  # there the output becomes visible as it is written, so the source is proved first
         proof.read_first()
     sealed: list[Seal] = []

@@ -13,7 +13,7 @@ from ckpttools.errors import FindingsError
 from ckpttools.findings import Finding
 from ckpttools.gather import Gather
 from ckpttools.layouts import Snapshot
-from ckpttools.model import Encoding, TensorEntry
+from ckpttools.model import Encoding, ObjectEntry, TensorEntry
 from ckpttools.operations.scan import scan
 from ckpttools.operations.validate import read_seal
 
@@ -22,7 +22,14 @@ class SourceProof:
     """What must hold of the tensors that a conversion reads; errors with an allowed code pass."""
 
     def __init__(
-        self, snapshot: Snapshot, tensors: Sequence[TensorEntry], allowed: Sequence[str], *, jobs: int, memory_bytes: int
+        self,
+        snapshot: Snapshot,
+        tensors: Sequence[TensorEntry],
+        allowed: Sequence[str],
+        *,
+        objects: Sequence[ObjectEntry] = (),
+        jobs: int,
+        memory_bytes: int,
     ) -> None:
         self._snapshot = snapshot
         self._tensors = tensors
@@ -34,6 +41,7 @@ class SourceProof:
         stored = snapshot.checkpoint.checksums
         index = ChecksumIndex(stored)
         needed = {n for t in tensors for p in t.pieces if (n := index.holding(p.extent)) is not None}
+        needed |= {n for o in objects if o.extent is not None for n in index.inside(o.extent)}
         self._checksums = ChecksumWatch(stored[n] for n in sorted(needed))
 
     def watch(self, file: str, encoding: Encoding | None, offset: int, view: memoryview) -> None:

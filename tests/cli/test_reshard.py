@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,19 @@ class TestRefusals:
     def test_a_flipped_bit_is_not_given_a_right_checksum(self, ckpttools: Run, tmp_path: Path) -> None:
         source = FIXTURES / "torch" / "dmg_distcp_bitflip_tensor" / "ckpt"
         answer = ckpttools("reshard", source, tmp_path / "out", "--to", "dcp", "--mesh", "fsdp=2")
+        assert answer.exit_code == 1
+        assert "checksum-mismatch" in answer.stderr
+        assert not (tmp_path / "out").exists()
+
+    def test_a_flipped_bit_in_an_object(self, ckpttools: Run, tmp_path: Path) -> None:
+        shutil.copytree(SOURCE, tmp_path / "in")
+        entry = next(o for o in open_snapshot(str(SOURCE)).checkpoint.objects if o.name.endswith(".lr"))
+        assert entry.extent is not None
+        data = bytearray((SOURCE / entry.extent.file).read_bytes())
+        item = bytes(data[entry.extent.offset : entry.extent.offset + entry.extent.length])
+        data[entry.extent.offset + item.index(b"G?") + 3] ^= 1  # in the mantissa of the pickled float
+        (tmp_path / "in" / entry.extent.file).write_bytes(data)
+        answer = ckpttools("reshard", tmp_path / "in", tmp_path / "out", "--to", "dcp", "--mesh", "fsdp=2")
         assert answer.exit_code == 1
         assert "checksum-mismatch" in answer.stderr
         assert not (tmp_path / "out").exists()
