@@ -52,6 +52,10 @@ def main() -> None:
             out,
         ),
         "consolidate columns": ([*ckpttools, "consolidate", str(work / "columns/dcp"), str(out), *jobs], out),
+        "reshard columns to rows": (
+            [*ckpttools, "reshard", str(work / "columns/dcp"), str(out), "--to", "dcp", "--mesh", "fsdp=4", *jobs],
+            out,
+        ),
         "torch's dcp_to_torch_save, rows": ([sys.executable, "-c", peer, str(work / "rows/dcp"), str(out)], out),
         "hash, rows": ([*ckpttools, "hash", str(work / "rows/dcp"), *jobs], None),
         "validate, columns": ([*ckpttools, "validate", str(work / "columns/dcp"), *jobs], None),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ckpttools.model import Checkpoint, TensorEntry
     from ckpttools.operations.convert import consolidate
     from ckpttools.operations.diff import diff
+    from ckpttools.operations.reshard import reshard
     from ckpttools.operations.sealing import hash_tensors, seal
     from ckpttools.operations.validate import validate
 
@@ -35,6 +36,7 @@ _HOMES = {
     "seal": "ckpttools.operations.sealing",
     "diff": "ckpttools.operations.diff",
     "consolidate": "ckpttools.operations.convert",
+    "reshard": "ckpttools.operations.reshard",
     "Checkpoint": "ckpttools.model",
     "TensorEntry": "ckpttools.model",
     "Finding": "ckpttools.findings",
@@ -52,6 +54,7 @@ __all__ = [
     "diff",
     "hash_tensors",
     "open",
+    "reshard",
     "seal",
     "validate",
 ]
