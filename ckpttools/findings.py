@@ -143,6 +143,36 @@ TABLE: tuple[Code, ...] = (
         "the index states another total size than its tensors have",
         "none needed; loaders ignore it",
     ),
+    Code(
+        "group-mismatch",
+        ERROR,
+        "the numbers of a flat parameter group do not add up: shapes, partitions, paddings, slices",
+        _GOOD_COPY,
+    ),
+    Code(
+        "foreign-rank",
+        ERROR,
+        "a rank's file that is not of this save: of another number of ranks, or a rank that there is not",
+        "remove the file if the others are whole without it; else restore the files of one save",
+    ),
+    Code(
+        "rounding-mismatch",
+        ERROR,
+        "a weight is not the rounding of its master copy, so one of them is of another step, order or parameter",
+        "use another snapshot; if only the master is right, consolidate --weights fp32 takes it",
+    ),
+    Code(
+        "placement-unstated",
+        WARNING,
+        "nothing states how tensor-parallel ranks share a parameter, and its name is not a known one",
+        "compare a converted tensor with the model before using it",
+    ),
+    Code(
+        "names-unstated",
+        NOTE,
+        "optimizer state that is stored by position, and more than one name fits",
+        "none needed; its entries are named by position",
+    ),
     Code("name-collision", ERROR, "two entries have the same dotted name", "rename one of them"),
     Code(
         "no-data",

@@ -144,6 +144,13 @@ class TensorEntry:
     """Whether nothing in training makes the copies equal, so that a difference is worth a remark and is no damage."""
     rule: str = ""
     """How the pieces were put together, where the files do not say it and a layout's table does: `row dim 1`."""
+    stale_copies: tuple[Piece, ...] = ()
+    """Further copies that nothing reads when training resumes, such as a tied module's on a later pipeline stage: they may have
+    fallen behind, and a difference is a warning."""
+    rounded_from: str = ""
+    """The name of the tensor of higher precision whose values, rounded, these must be, where the writer keeps both."""
+    is_buffer: bool = False
+    """Whether the layout says that it is a buffer of the model and no parameter."""
 
     @property
     def name(self) -> str:

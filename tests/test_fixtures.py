@@ -128,7 +128,10 @@ class TestDamagedRuns:
     @of_verdict("run")
     def test_latest_names_the_newest_sound_one(self, ckpttools, case: Case):
         answer = ckpttools("latest", case.checkpoint, "--depth", "full")
-        assert (answer.exit_code, Path(answer.stdout.strip()).name) == (0, case.truth["newest_valid"])
+        if "newest_valid" not in case.truth:
+            assert (case.good_snapshots, answer.exit_code) == ([], 3)
+        else:
+            assert (answer.exit_code, Path(answer.stdout.strip()).name) == (0, case.truth["newest_valid"])
 
     @of_verdict("run")
     def test_status_tells_a_tracker_that_points_nowhere(self, ckpttools, case: Case):

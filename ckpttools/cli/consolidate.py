@@ -55,6 +55,13 @@ def _require_one_size(dst: str, format_: str | None, *, is_single_file: bool) ->
 @options.max_shard_size
 @click.option("--single-file", is_flag=True, help="One file, whatever its size.")
 @click.option("--dtype", callback=_dtype, metavar="DTYPE", help="Cast floating-point tensors, rounding to nearest even.")
+@click.option(
+    "--weights",
+    type=click.Choice(["model", "fp32"]),
+    default="model",
+    show_default=True,
+    help="Of weights that training kept twice: in its own dtype, or the fp32 masters of the optimizer.",
+)
 @options.choice
 @click.option(
     "--weights-only/--everything",
@@ -76,6 +83,7 @@ def command(
     max_shard_size: int,
     single_file: bool,
     dtype: DType | None,
+    weights: str,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     rename: tuple[str, ...],
@@ -102,7 +110,7 @@ def command(
     from ckpttools.operations.select import Choice, Renaming
 
     _require_one_size(dst, format_, is_single_file=single_file)
-    choice = Choice(include, exclude, weights_only, Renaming.parse(strip_prefix, rename), expand_tied)
+    choice = Choice(include, exclude, weights_only, Renaming.parse(strip_prefix, rename), expand_tied, weights)
     location = take_snapshot(src)
     with render.late_progress("writing", is_quiet=quiet, is_verbose=verbose) as (report, set_total):
         conversion = consolidate(

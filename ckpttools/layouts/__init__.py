@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ckpttools.containers import collector, items
 from ckpttools.errors import NotRecognisedError
 from ckpttools.findings import WARNING, Finding
-from ckpttools.layouts import dcp, dcp_hf, hf_bin, megatron_dist, megatron_legacy, per_rank, safetensors, torch
+from ckpttools.layouts import dcp, dcp_hf, deepspeed, hf_bin, megatron_dist, megatron_legacy, per_rank, safetensors, torch
 from ckpttools.layouts.base import Contents, Layout, Part
 from ckpttools.layouts.checks import check_cover, check_names, find_aliases
 from ckpttools.layouts.families import MODEL, families_of_keys, is_known_stem
@@ -26,6 +26,7 @@ REGISTRY: tuple[Layout, ...] = (
     megatron_dist.LAYOUT,
     dcp.LAYOUT,
     dcp_hf.LAYOUT,
+    deepspeed.LAYOUT,
     safetensors.LAYOUT,
     hf_bin.LAYOUT,
     per_rank.LAYOUT,
@@ -157,6 +158,8 @@ def _other_name(part: Part, families: set[str]) -> str:
 
 def _under_family(contents: Contents, family: str) -> Contents:
     """The contents with every entry's family told, and named below it unless it is the model's."""
+    if contents.families_are_told:
+        return contents
     if family == MODEL:
         keys = families_of_keys(_paths(contents))
         tensors = [replace(t, family=keys.get(t.path[0], MODEL)) if t.path else t for t in contents.tensors]

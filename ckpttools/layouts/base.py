@@ -49,6 +49,8 @@ class Contents:
     checksums: tuple[StoredChecksum, ...] = ()
     trees: Mapping[Path, object] = field(default_factory=dict)
     """Nested values by the keys that lead to them (see `Checkpoint.trees`)."""
+    families_are_told: bool = False
+    """Whether every entry has its family and its whole name already; else the part's family and top-level keys tell."""
 
 
 class Layout(Protocol):

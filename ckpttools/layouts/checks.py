@@ -46,9 +46,12 @@ def check_cover(entry: TensorEntry) -> Iterator[Finding]:
 
 
 def find_aliases(tensors: Iterable[TensorEntry]) -> tuple[tuple[str, ...], ...]:
-    """Groups of names that are one stored tensor: same bytes, seen in the same way."""
+    """Groups of names that are one stored tensor: same bytes, seen in the same way.
+
+    One number that many parameters share, such as an optimizer's step, ties nothing.
+    """
     groups: dict[object, list[str]] = defaultdict(list)
     for entry in tensors:
-        if entry.spec.volume and entry.pieces:
+        if entry.spec.volume and entry.spec.shape != () and entry.pieces:
             groups[entry.spec.dtype, entry.spec.shape, entry.pieces].append(entry.name)
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)

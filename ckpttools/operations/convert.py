@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ckpttools import plan as plans
 from ckpttools.cast import require_castable
-from ckpttools.dtypes import DType
+from ckpttools.dtypes import DType, parse_dtype
 from ckpttools.errors import UsageError
 from ckpttools.layouts import Snapshot, open_snapshot, safetensors, torch
 from ckpttools.model import Arrangement, Path, TensorSpec
@@ -78,7 +78,11 @@ def _plan(
 ) -> Conversion:
     """What will be written, to the byte."""
     selection = select(snapshot.checkpoint, choice, is_weights_only_by_default=format == "safetensors")
-    specs = [_output_spec(name, entry.spec, dtype) for name, entry in selection.tensors.items()]
+    wide = parse_dtype("float32")
+    specs = [
+        _output_spec(name, entry.spec, dtype or (wide if name in selection.widened else None))
+        for name, entry in selection.tensors.items()
+    ]
     file_name = destination.rstrip("/").rpartition("/")[2] if is_file else ""
     if format == "torch":
         arrangement = _arrange_torch(snapshot, selection, specs, file_name or "model.pt")

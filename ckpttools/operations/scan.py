@@ -7,7 +7,7 @@ last and its CRC-32 falls out of the reads that the digests need. A record that 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import local
@@ -18,8 +18,13 @@ from ckpttools.errors import FindingsError, StorageError
 from ckpttools.findings import WARNING, Finding
 from ckpttools.gather import Gather
 from ckpttools.model import Box, Checkpoint, Extent, Piece, StoredChecksum, TensorEntry
+from ckpttools.operations.rounding import check_rounding
 from ckpttools.operations.values import ValueReport, count_unusual
 from ckpttools.storage.source import Source
+
+_STALE = "none needed; the copy that training reads was taken"
+
+_STALE = "none needed; the copy that training reads was taken"
 
 Progress = Callable[[int], None]
 """Is told how many further bytes were done."""
@@ -43,6 +48,7 @@ class _Want:
     has_pieces: bool
     has_checksums: bool
     has_replicas: bool
+    has_roundings: bool
     looks_at_values: bool
 
 
@@ -55,6 +61,7 @@ def scan(
     pieces: bool = False,
     checksums: bool = False,
     replicas: bool = False,
+    roundings: bool = False,
     values: bool = False,
     jobs: int = 1,
     memory_bytes: int = 256 << 20,
@@ -66,20 +73,23 @@ def scan(
         pieces: also a digest per stored piece, as a seal has it.
         checksums: hold every stored CRC-32 against the bytes.
         replicas: hold every replica against the pieces.
+        roundings: hold every weight against the master that it was rounded from.
         values: look for NaN, infinity and bools other than 0 and 1.
         memory_bytes: bound on all buffers together.
 
     Raises: StorageError: never for one bad file (that is a finding), only for a missing codec.
     """
     chosen = checkpoint.tensors if tensors is None else tensors
-    want = _Want(algorithm, pieces, checksums, replicas, values)
+    want = _Want(algorithm, pieces, checksums, replicas, roundings, values)
     groups = _groups(chosen, checkpoint.checksums if checksums else ())
     threads = local()
+
+    masters = {t.name: checkpoint.by_name.get(t.rounded_from) for t in chosen if t.rounded_from}
 
     def run(group: _Group) -> Scan:
         if not hasattr(threads, "gather"):
             threads.gather = Gather(source, memory_bytes=memory_bytes // max(jobs, 1))
-        return _Worker(source, threads.gather, want, progress).run(group)
+        return _Worker(source, threads.gather, want, masters, progress).run(group)
 
     result = Scan()
     with ThreadPoolExecutor(max(jobs, 1)) as pool:
@@ -154,8 +164,16 @@ class _Union:
 class _Worker:
     """Handles one group with one thread's buffers."""
 
-    def __init__(self, source: Source, gather: Gather, want: _Want, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        gather: Gather,
+        want: _Want,
+        masters: Mapping[str, TensorEntry | None],
+        progress: Progress | None,
+    ) -> None:
         self._source = source
+        self._masters = masters
         self._gather = gather
         self._want = want
         self._progress = progress
@@ -173,8 +191,11 @@ class _Worker:
             if digest is not None:
                 known[identity] = digest
                 self.result.digests[entry.name] = TensorDigest.of(entry.spec, digest)
-            if self._want.has_replicas and entry.replicas:
-                self._compare_replicas(entry)
+            if self._want.has_replicas:
+                self._compare_copies(entry, entry.replicas, may_differ=entry.replicas_may_differ)
+                self._compare_copies(entry, entry.stale_copies, may_differ=True, remedy=_STALE)
+            if self._want.has_roundings:
+                self._compare_rounding(entry)
         self.result.findings += self._checksums.finish(self._gather, self._done)
         return self.result
 
@@ -217,10 +238,10 @@ class _Worker:
             hasher.update(tile)
         return hasher.hexdigest()
 
-    def _compare_replicas(self, entry: TensorEntry) -> None:
-        """Every replica against the same box of the pieces."""
+    def _compare_copies(self, entry: TensorEntry, copies: Sequence[Piece], *, may_differ: bool, remedy: str = "") -> None:
+        """Every copy against the same box of the pieces."""
         expected: dict[Box, str] = {}
-        for replica in entry.replicas:
+        for replica in copies:
             try:
                 if replica.box not in expected:
                     expected[replica.box] = self._digest_box(entry, replica.box)
@@ -235,8 +256,21 @@ class _Worker:
             if found != expected[replica.box]:
                 first = next((p for p in entry.pieces if p.box == replica.box), entry.pieces[0])
                 where = f"{entry.name} at {list(replica.box.offsets)} in {_copy_name(first)} and {_copy_name(replica)}"
-                severity = WARNING if entry.replicas_may_differ else ""
-                self.result.findings.append(Finding("replica-mismatch", where, expected[replica.box], found, severity=severity))
+                self.result.findings.append(
+                    Finding("replica-mismatch", where, expected[replica.box], found, remedy, WARNING if may_differ else "")
+                )
+
+    def _compare_rounding(self, entry: TensorEntry) -> None:
+        """A weight against the master that it was rounded from; what cannot be read has findings of its own."""
+        master = self._masters.get(entry.name)
+        if master is None:
+            return
+        try:
+            found = check_rounding(self._gather, entry, master)
+        except (FindingsError, StorageError):
+            return
+        if found is not None:
+            self.result.findings.append(found)
 
     def _done(self, length_bytes: int) -> None:
         self.result.bytes_read += length_bytes

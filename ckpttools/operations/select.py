@@ -56,6 +56,8 @@ class Selection:
     objects: tuple[ObjectEntry, ...] = ()
     left: tuple[str, ...] = ()
     """Names of tensors that were not taken."""
+    widened: frozenset[str] = frozenset()
+    """Output names of tensors that come out as float32, because masters were asked for and they have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,9 @@ class Choice:
     renaming: Renaming = Renaming()
     is_expanding_tied: bool = False
     """Write tied tensors under each of their names."""
+    weights: str = "model"
+    """Which weights, where there are two kinds: `model`, in the dtype that training used, or `fp32`, the masters that the
+    optimizer keeps of them (and buffers widened to float32)."""
 
 
 def select(checkpoint: Checkpoint, choice: Choice, *, is_weights_only_by_default: bool) -> Selection:
@@ -107,8 +112,21 @@ def select(checkpoint: Checkpoint, choice: Choice, *, is_weights_only_by_default
             aliases[name] = choice.renaming.apply(kept_of[entry.name])
         else:
             tensors[name] = entry
+    widened: frozenset[str] = frozenset()
+    if choice.weights == "fp32":
+        widened = frozenset(n for n, t in tensors.items() if t.is_buffer and t.spec.dtype.is_floating)
+        tensors = _masters(checkpoint, tensors)
     objects = tuple(o for o in checkpoint.objects if not is_weights_only and not _matches(o.name, choice.exclude))
-    return Selection(tensors, aliases, objects, tuple(t.name for t in left))
+    return Selection(tensors, aliases, objects, tuple(t.name for t in left), widened)
+
+
+def _masters(checkpoint: Checkpoint, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Each weight's master in its place, where it has one. Raises ConversionError when no weight has."""
+    found = {name: checkpoint.by_name.get(t.rounded_from, t) for name, t in tensors.items()}
+    weights = [t for t in tensors.values() if t.family == MODEL]
+    if not any(t.rounded_from or t.spec.dtype.name == "float32" for t in weights):
+        raise ConversionError("no fp32 weights are stored", found=f"{len(weights)} weights of other dtypes")
+    return found
 
 
 def _matches(name: str, globs: Sequence[str]) -> bool:

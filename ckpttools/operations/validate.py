@@ -79,6 +79,7 @@ def validate(
             algorithm=algorithm,
             checksums=is_checking,
             replicas=is_checking,
+            roundings=is_checking,
             values=is_checking and finite,
             jobs=jobs,
             memory_bytes=memory_bytes,

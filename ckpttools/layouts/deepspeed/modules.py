@@ -1,0 +1,161 @@
+"""Weights: the state dict of a rank, the layers of a pipeline, the experts; all in the dtype that training used.
+
+A pipeline names a layer's tensors by its number, and those of a tied module `tied_modules.<key>.`; the files have neither, so
+the key is found where the shapes of the optimizer state it. A tied module may lie on two stages: the first one's copy
+is what training reads.
+
+Source: deepspeedai/DeepSpeed, deepspeed/runtime/pipe/module.py, deepspeed/runtime/engine.py (`_save_moe_checkpoint`), v0.19.8.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from ckpttools.containers.torch_entries import RankFile
+from ckpttools.findings import Finding
+from ckpttools.layouts.deepspeed.book import WEIGHT, Book
+from ckpttools.layouts.deepspeed.names import Names
+from ckpttools.layouts.deepspeed.ranks import ModelFile, Ranks
+from ckpttools.layouts.deepspeed.states import Files, counts, table
+from ckpttools.layouts.families import MODEL
+from ckpttools.pickles.views import kind_of
+
+TIED = "tied_modules."
+USUAL_TIE = "embed"
+"""The key of the tied embedding in Megatron-DeepSpeed, BLOOM and GPT-NeoX, for checkpoints that do not state one."""
+_MAX_NAMED = 64
+
+
+def read_modules(book: Book, files: Files, ranks: Ranks) -> None:
+    """The state dict in each model file."""
+    for (dp, mp), model in sorted(ranks.models.items(), key=lambda item: (item[0][1], item[0][0])):
+        trained = {name for group in model.shapes or [] for name in group}
+        for name, record in model.module.items():
+            stored = files.locate(model.file, record, f"`{name}`")
+            if stored is None:
+                if record is not None:
+                    book.add_object((name,), kind_of(record), record, MODEL)
+            elif ranks.stage < 3:
+                book.add_whole(name, WEIGHT, mp % ranks.tp, stored, mp, model.path, is_stale=mp >= ranks.tp)
+            elif name in model.buffers or stored.numel:
+                book.add_whole(name, WEIGHT, mp % ranks.tp, stored, dp, model.path, is_stale=dp > 0)
+            elif name not in trained and name not in model.frozen_shapes and name not in book.shared and dp == 0:
+                files.findings.append(Finding("no-data", f"`{name}` in {model.path}", "values, or a shape", "an empty tensor"))
+        book.buffers |= model.buffers
+
+
+def share_tied(book: Book, ranks: Ranks) -> None:
+    """Give a tied parameter its further names, where only one of them has values (ZeRO 3)."""
+    for alias, kept in book.shared.items():
+        if book.holds(kept, WEIGHT) and not book.holds(alias, WEIGHT):
+            book.alias(alias, kept)
+
+
+def open_layers(files: Files, names: Names) -> dict[tuple[int, int], RankFile]:
+    """The layers of a pipeline that can be understood, by number and tensor-parallel rank."""
+    return {key: file for key, path in sorted(names.layers.items()) if (file := files.open(path, key[1])) is not None}
+
+
+def read_layers(
+    book: Book, files: Files, names: Names, ranks: Ranks, opened: Mapping[tuple[int, int], RankFile], tied: Mapping[int, str]
+) -> None:
+    """The layers of a pipeline, one file per layer and tensor-parallel rank.
+
+    Args: tied: number of each layer that holds a tied module -> the prefix of its names.
+    """
+    for (layer, tp), file in opened.items():
+        prefix = tied.get(layer, f"{layer}.")
+        for name, record in table(file.torch.value).items():
+            stored = files.locate(file, record, f"`{name}`")
+            if stored is not None:
+                book.add_whole(prefix + name, WEIGHT, tp, stored, tp, file.path)
+            elif record is not None:
+                book.add_object((prefix + name,), kind_of(record), record, MODEL)
+    files.findings += _missing_layers(names, ranks, ranks.trained, book)
+
+
+def _ties(known: Iterable[str]) -> dict[str, set[str]]:
+    """Prefix of each tied module -> the names of its parameters without it."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for name in known:
+        if name.startswith(TIED):
+            key, dot, rest = name[len(TIED) :].partition(".")
+            found[f"{TIED}{key}{dot}"].add(rest)
+    return found
+
+
+def tied_layers(opened: Mapping[tuple[int, int], RankFile], known: set[str]) -> dict[int, str]:
+    """Number of each layer that holds a tied module -> the prefix of its names, by the names that are trained. Pure."""
+    found: dict[int, str] = {}
+    ties = _ties(known)
+    for (layer, _), file in opened.items():
+        names = set(table(file.torch.value))
+        if names and not any(f"{layer}.{name}" in known for name in names):
+            prefix = next((p for p, params in sorted(ties.items()) if params & names), None)
+            if prefix is not None:
+                found[layer] = prefix
+    return found
+
+
+def _missing_layers(names: Names, ranks: Ranks, known: set[str], book: Book) -> list[Finding]:
+    """A finding per file of a layer that must be there: of a rank that others have, or of parameters that are trained."""
+    sample = next(iter(names.layers.values()), "")
+    directory, slash, _ = (sample or next(iter(names.model.values()), "")).rpartition("/")
+    layers = {layer for layer, _ in names.layers}
+    for name in known:
+        number, dot, _ = name.partition(".")
+        if dot and number.isascii() and number.isdigit() and len(number) < 10 and not book.holds(name, WEIGHT):
+            layers.add(int(number))
+    absent = [(n, t) for n in sorted(layers) for t in range(ranks.tp) if (n, t) not in names.layers]
+    found = f"{len(names.layers)} of {len(layers) * ranks.tp} files"
+    return [
+        Finding(
+            "missing-file",
+            f"{directory}{slash}layer_{n:02d}-model_{t:02d}-model_states.pt",
+            f"one file for each of {len(layers)} layers and {ranks.tp} tensor-parallel ranks",
+            found,
+        )
+        for n, t in absent[:_MAX_NAMED]
+    ]
+
+
+def read_experts(book: Book, files: Files, names: Names, ranks: Ranks) -> None:
+    """The experts, one file each; numbers in them are global."""
+    for (_, expert, mp), path in sorted(names.experts.items()):
+        file = files.open(path, expert)
+        for name, record in table(file.torch.value).items() if file else ():
+            stored = files.locate(file, record, f"`{name}`") if file else None
+            if stored is not None:
+                book.add_whole(name, WEIGHT, mp % ranks.tp, stored, expert, path)
+    files.findings += _missing_experts(names, ranks)
+
+
+def _missing_experts(names: Names, ranks: Ranks) -> list[Finding]:
+    """A finding per absent expert, where the model file says how many each layer has."""
+    first = ranks.first
+    stated = _expert_counts(first) if first is not None else []
+    if not names.experts and not stated:
+        return []
+    sample = next(iter(names.experts.values()), "")
+    directory, slash, _ = (sample or next(iter(names.model.values()), "")).rpartition("/")
+    layers = sorted({layer for layer, _, _ in names.experts} | set(range(len(stated))))
+    if not stated:
+        stated = [max((e for _, e, _ in names.experts), default=0) + 1] * len(layers)
+    wanted = [(layer, e, 0) for layer, number in zip(layers, stated, strict=False) for e in range(min(number, 1 << 20))]
+    there = {(layer, e, mp % ranks.tp) for layer, e, mp in names.experts}
+    absent = [k for k in wanted if k not in there]
+    found = f"{len(wanted) - len(absent)} of {len(wanted)} files"
+    return [
+        Finding(
+            "missing-file",
+            f"{directory}{slash}layer_{layer}_expert_{e}_mp_rank_{mp:02d}_model_states.pt",
+            f"one file for each of {len(wanted)} experts",
+            found,
+        )
+        for layer, e, mp in absent[:_MAX_NAMED]
+    ]
+
+
+def _expert_counts(model: ModelFile) -> list[int]:
+    return counts(model.top.get("num_experts"))

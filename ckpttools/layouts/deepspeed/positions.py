@@ -1,0 +1,184 @@
+"""Snapshots without ZeRO: weights in whole state dicts or pipeline layers, and torch's optimizer state by position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+
+from ckpttools.containers.torch_entries import RankFile
+from ckpttools.findings import Finding
+from ckpttools.layouts.deepspeed.book import WEIGHT, Book
+from ckpttools.layouts.deepspeed.modules import (
+    TIED,
+    USUAL_TIE,
+    open_layers,
+    read_experts,
+    read_layers,
+    read_modules,
+)
+from ckpttools.layouts.deepspeed.names import Names, rank_sibling
+from ckpttools.layouts.deepspeed.partitions import split_expert
+from ckpttools.layouts.deepspeed.ranks import ModelFile, Ranks
+from ckpttools.layouts.deepspeed.settings import read_optimizer_settings
+from ckpttools.layouts.deepspeed.states import Files, items, table
+from ckpttools.layouts.deepspeed.unflattened import (
+    Unflattened,
+    add_state,
+    name_positions,
+    read_unflattened,
+    shapes_by_position,
+)
+
+Params = list[tuple[str, tuple[int, ...]]]
+
+
+def read_without_zero(book: Book, files: Files, names: Names, ranks: Ranks) -> None:
+    """Weights and optimizer of every rank."""
+    read_modules(book, files, ranks)
+    optimizers = {
+        mp: found
+        for mp in range(ranks.pp * ranks.tp)
+        if (m := ranks.model_of(mp)) and (found := read_unflattened(m.path, m.file, m.top.get("optimizer"), mp))
+    }
+    if names.layers:
+        _read_pipeline(book, files, names, ranks, optimizers)
+    elif names.experts or names.expert_optimizer:
+        read_experts(book, files, names, ranks)
+        _read_expert_optimizers(book, files, names, ranks, optimizers)
+    else:
+        for mp, optimizer in optimizers.items():
+            model = ranks.model_of(mp)
+            shapes = shapes_by_position(files, optimizer)
+            params = _parameters(files, model) if model else []
+            add_state(book, files, optimizer, name_positions(optimizer, shapes, params), tp=mp % ranks.tp)
+    for optimizer in islice(optimizers.values(), 1):
+        read_optimizer_settings(book, optimizer.settings)
+
+
+def _parameters(files: Files, model: ModelFile) -> Params:
+    """A state dict's parameters in their order: without buffers, and tied ones under their first name only."""
+    found: Params = []
+    seen = set()
+    for name, record in model.module.items():
+        stored = files.locate(model.file, record, f"`{name}`") if name not in model.buffers else None
+        if stored is None:
+            continue
+        identity = (stored.extent, stored.shape)
+        if identity not in seen or not stored.numel:
+            seen.add(identity)
+            found.append((name, stored.shape))
+    return found
+
+
+def _read_pipeline(book: Book, files: Files, names: Names, ranks: Ranks, optimizers: Mapping[int, Unflattened]) -> None:
+    """Layers, and per stage the optimizer of the layers on it; a tied module is told by the stage that has no layer for it."""
+    opened = open_layers(files, names)
+    layers = sorted({layer for layer, _ in opened})
+    by_layer: dict[int, list[Params]] = {n: [_layer_params(files, opened.get((n, t))) for t in range(ranks.tp)] for n in layers}
+    stages = [optimizers.get(pp * ranks.tp) for pp in range(ranks.pp)]
+    counts = [sum(map(len, o.groups)) if o else 0 for o in stages]
+    split = split_layers([len(by_layer[n][0]) for n in layers], counts)
+    first = layers[0] if layers else 0
+    has_tie = split is not None and any(is_tied for _, _, is_tied in split)
+    tied = {first: f"{TIED}{USUAL_TIE}."} if has_tie else {}
+    read_layers(book, files, names, ranks, opened, tied)
+    for pp in range(ranks.pp):
+        start, stop, is_tied = split[pp] if split else (0, 0, False)
+        for tp in range(ranks.tp):
+            optimizer = optimizers.get(pp * ranks.tp + tp)
+            if optimizer is None:
+                continue
+            on_stage = [n for n in layers[start:stop] if n != first or not is_tied]
+            params = _named(by_layer[first][tp], tied[first]) if is_tied else []
+            params += [p for n in on_stage for p in _named(by_layer[n][tp], tied.get(n, f"{n}."))]
+            shapes = shapes_by_position(files, optimizer)
+            add_state(book, files, optimizer, name_positions(optimizer, shapes, params), tp=tp)
+        book.settle()
+
+
+def _layer_params(files: Files, file: RankFile | None) -> Params:
+    if file is None:
+        return []
+    pairs = [(name, files.locate(file, record, f"`{name}`")) for name, record in table(file.torch.value).items()]
+    return [(name, stored.shape) for name, stored in pairs if stored is not None]
+
+
+def _named(params: Params, prefix: str) -> Params:
+    return [(prefix + name, shape) for name, shape in params]
+
+
+def split_layers(sizes: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int, bool]] | None:
+    """Which consecutive layers each stage has, and whether it has the tied module of the first one besides. Pure.
+
+    Args: sizes: parameters in each layer. counts: parameters of each stage's optimizer.
+    Returns: (start, stop, whether the tied module is on it) per stage; None when the numbers do not fit.
+    """
+    if not sizes:
+        return None
+    found, start = [], 0
+    is_tied = sum(counts) > sum(sizes)
+    for stage, count in enumerate(counts):
+        extra = sizes[0] if is_tied and stage and sum(counts[stage:]) - sum(sizes[start:]) >= sizes[0] else 0
+        options = [(extra, True), (0, False)] if extra else [(0, False)]
+        for own, has_tie in options:
+            stop, taken = start, own
+            while stop < len(sizes) and taken + sizes[stop] <= count and (stop == start or taken < count):
+                taken += sizes[stop]
+                stop += 1
+            if taken == count and (stage + 1 < len(counts) or stop == len(sizes)):
+                found.append((start, stop, has_tie or (is_tied and stage == 0)))
+                start = stop
+                break
+        else:
+            return None
+    return found
+
+
+def _read_expert_optimizers(book: Book, files: Files, names: Names, ranks: Ranks, optimizers: dict[int, Unflattened]) -> None:
+    """One optimizer per expert-parallel rank: of its experts, and a copy of all the rest."""
+    size = max((ep for ep, _ in names.expert_optimizer), default=0) + 1
+    sample = next(iter(names.expert_optimizer.values()), "")
+    for ep in range(min(size, 1 << 16)):
+        if sample and (ep, 0) not in names.expert_optimizer:
+            found = f"{len(names.expert_optimizer)} files"
+            files.findings.append(Finding("missing-rank", rank_sibling(sample, ep), f"one file for each of {size} ranks", found))
+    for (ep, mp), path in sorted(names.expert_optimizer.items()):
+        file = files.open(path, ep)
+        optimizer = read_unflattened(path, file, table(file.torch.value).get("optimizer"), ep) if file else None
+        model = ranks.model_of(mp)
+        if optimizer is None or model is None:
+            continue
+        optimizers.setdefault(mp, optimizer)
+        shared, own = _parameters(files, model), _experts_of(book, ep, size)
+        named: dict[int, str] = {}
+        shapes = shapes_by_position(files, optimizer)
+        for is_expert, params in ((False, shared), (True, own)):
+            part = _groups_that(optimizer, is_expert=is_expert)
+            named |= name_positions(part, shapes, params)
+        add_state(book, files, optimizer, named, tp=mp % ranks.tp)
+        book.settle()
+
+
+def _experts_of(book: Book, ep: int, size: int) -> Params:
+    """The experts' parameters on one expert-parallel rank, in the order of the model."""
+    numbers: dict[str, int] = {}
+    split = {name: split_expert(name) for name in book.names(WEIGHT)}
+    for prefix, number, _ in split.values():
+        if number is not None:
+            numbers[prefix] = max(numbers.get(prefix, 0), number + 1)
+    return [
+        (name, book.shape(name) or ())
+        for name, (prefix, number, _) in split.items()
+        if number is not None and number // max(1, numbers[prefix] // size) == ep
+    ]
+
+
+def _groups_that(optimizer: Unflattened, *, is_expert: bool) -> Unflattened:
+    """The optimizer with only the groups of experts, or only the others."""
+    part = Unflattened(optimizer.path, optimizer.file, optimizer.state, masters=optimizer.masters, rank=optimizer.rank)
+    settings = [table(g) for g in items(optimizer.settings.get("param_groups"))]
+    for positions, names, setting in zip(optimizer.groups, optimizer.stated_names, settings, strict=False):
+        if (setting.get("moe") is True) == is_expert:
+            part.groups.append(positions)
+            part.stated_names.append(names)
+    return part

@@ -1,0 +1,149 @@
+"""ZeRO 3: every parameter is cut on its own into equal parts, padded at its end, and the parts of a rank follow one another.
+
+Rank r of n holds the elements [r * part, (r + 1) * part) of a parameter, with part = ceil(numel / n). The flat groups of
+a rank (one per sub-group) are one stretch: a parameter may begin in one and end in the next. The weights that were trained are
+stored as their fp32 masters alone, so the weight is that master.
+
+Source: deepspeedai/DeepSpeed, deepspeed/runtime/zero/stage3.py (`_rigid_state_dict`), deepspeed/utils/zero_to_fp32.py, v0.19.8.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+
+from ckpttools.findings import Finding
+from ckpttools.layouts.deepspeed.book import MASTER, WEIGHT, Book
+from ckpttools.layouts.deepspeed.parts import Key, flat_pieces
+from ckpttools.layouts.deepspeed.ranks import ModelFile, OptimizerFile
+from ckpttools.layouts.deepspeed.states import Files, Stored, count, items, numbered, table
+from ckpttools.model import Piece
+from ckpttools.pickles.views import kind_of
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """The flat groups of one rank under one key, one after the other."""
+
+    key: Key
+    groups: tuple[Stored | None, ...]
+    starts: tuple[int, ...]
+    """Where each begins in the stretch."""
+
+    def pieces(self, shape: tuple[int, ...], at: int, first: int, stop: int, rank: int) -> list[Piece]:
+        """The elements [first, stop) of a parameter, which begin at element `at` of the stretch."""
+        found: list[Piece] = []
+        g = max(0, bisect_right(self.starts, at) - 1)
+        while first < stop and g < len(self.groups):
+            stored = self.groups[g]
+            within = at - self.starts[g]
+            end = self.starts[g + 1] if g + 1 < len(self.starts) else self.starts[g] + (stored.numel if stored else 0)
+            taken = min(stop - first, max(0, end - at))
+            if stored is not None and 0 < taken <= stored.numel - within:
+                extent = replace(stored.extent, offset=stored.extent.offset + within * stored.dtype.item_bytes)
+                found += flat_pieces(shape, first, first + taken, extent, stored.dtype, rank)
+            first, at, g = first + taken, at + taken, g + 1
+        return found
+
+
+def read_stage3(
+    book: Book, files: Files, models: Mapping[int, ModelFile], ranks: Mapping[int, OptimizerFile], *, tp: int, dp: int
+) -> None:
+    """The weights and the optimizer of one model-parallel rank, from the files of its data-parallel ranks."""
+    model = next(iter(models.values()), None)
+    if model is None:
+        return
+    groups = model.shapes or []
+    shapes = [(name, shape, g) for g, group in enumerate(groups) for name, shape in group.items()]
+    for rank, file in ranks.items():
+        place = [_partition(file, g, rank, dp) for g in range(len(groups))]
+        parts = [-(-prod(shape) // place[g][0]) for _, shape, g in shapes]
+        offsets = [0, *accumulate(parts)]
+        for stretch in _stretches(files, file):
+            held = stretch.starts[-1] + (stretch.groups[-1].numel if stretch.groups[-1] else 0)
+            if held != offsets[-1]:
+                what = "fp32 weights" if stretch.key == MASTER else f"`{stretch.key[0]}`"
+                expected = f"{offsets[-1]} elements, by the shapes of {len(shapes)} parameters for {dp} ranks"
+                files.findings.append(Finding("group-mismatch", f"{what} in {file.path}", expected, f"{held} elements"))
+            dtype = next((s.dtype for s in stretch.groups if s is not None), None)
+            if dtype is None:
+                continue
+            for (name, shape, g), part, at in zip(shapes, parts, offsets, strict=False):
+                first = min(place[g][1] * part, prod(shape))
+                pieces = stretch.pieces(shape, at, first, min(first + part, prod(shape)), rank)
+                book.add(name, stretch.key, tp, dtype, shape, pieces, file.path)
+                if stretch.key == MASTER:
+                    book.add(name, WEIGHT, tp, dtype, shape, pieces, file.path)
+        if rank == min(ranks):
+            _add_numbers(book, files, file, groups, tp=tp)
+    read_frozen(book, files, models, tp=tp, dp=dp)
+
+
+def _partition(file: OptimizerFile, g: int, rank: int, dp: int) -> tuple[int, int]:
+    """(number of parts, which one of them the rank has) of a sub-group; groups of experts state their own."""
+    stated = items(file.top.get("ds_zero_partition_groups"))
+    metadata = table(stated[g]) if g < len(stated) else {}
+    own = count(metadata.get("partition_rank"))
+    return count(metadata.get("partition_count")) or dp, rank if own is None else own
+
+
+def _stretches(files: Files, file: OptimizerFile) -> Iterator[Stretch]:
+    """The masters of a rank, then each kind of state of the inner optimizer that has one number per element."""
+    masters = [
+        files.locate(file.file, record, f"fp32 weights of sub-group {g}")
+        for g, record in enumerate(items(file.top.get("fp32_flat_groups")))
+    ]
+    if not masters:
+        files.findings.append(Finding("bad-container", file.path, "`fp32_flat_groups`, as ZeRO 3 writes it", "none"))
+        return
+    starts = (0, *accumulate(m.numel if m else 0 for m in masters[:-1]))
+    yield Stretch(MASTER, tuple(masters), starts)
+    states = numbered(table(file.top.get("optimizer_state_dict")).get("state"))
+    for key in dict.fromkeys(k for g in range(len(masters)) for k in table(states.get(g))):
+        vectors = []
+        for g, master in enumerate(masters):
+            record = table(states.get(g)).get(key)
+            stored = files.locate(file.file, record, f"`{key}` of sub-group {g}") if record is not None else None
+            if stored is not None and stored.shape != () and master is not None and stored.numel != master.numel:
+                where = f"`{key}` of sub-group {g} in {file.path}"
+                expected = f"{master.numel} elements, as its fp32 weights"
+                files.findings.append(Finding("group-mismatch", where, expected, f"{stored.numel} elements"))
+            vectors.append(stored if stored is not None and stored.shape != () else None)
+        if any(v is not None for v in vectors):
+            yield Stretch((key,), tuple(vectors), starts)
+
+
+def _add_numbers(book: Book, files: Files, file: OptimizerFile, groups: Sequence[Mapping[str, object]], *, tp: int) -> None:
+    """What the optimizer keeps once for a sub-group, such as the step, as the state of each parameter in it."""
+    states = numbered(table(file.top.get("optimizer_state_dict")).get("state"))
+    for g, group in enumerate(groups if not tp else ()):
+        for key, record in table(states.get(g)).items():
+            stored = files.locate(file.file, record, f"`{key}` of sub-group {g}")
+            for name in group:
+                if stored is not None and stored.shape == ():
+                    book.add_whole(name, (key,), 0, stored, file.dp, file.path)
+                elif stored is None and isinstance(record, (int, float, str)):
+                    book.add_object(("optimizer", "state", name, key), kind_of(record), record, "optimizer")
+
+
+def read_frozen(book: Book, files: Files, models: Mapping[int, ModelFile], *, tp: int, dp: int) -> None:
+    """Parameters that are not trained: each rank's padded part, in the model's dtype."""
+    for rank, model in models.items():
+        for name, shape in model.frozen_shapes.items():
+            record = model.fragments.get(name)
+            stored = files.locate(model.file, record, f"part of `{name}`") if record is not None else None
+            part = -(-prod(shape) // dp)
+            if stored is None:
+                files.findings.append(Finding("uncovered", f"`{name}` in {model.path}", f"a part of {part} elements", "none"))
+                continue
+            if stored.numel < part:
+                where, expected = f"part of `{name}` in {model.path}", f"{part} elements ({prod(shape)} over {dp} ranks)"
+                files.findings.append(Finding("group-mismatch", where, expected, f"{stored.numel} elements"))
+                continue
+            first = min(rank * part, prod(shape))
+            stop = min(first + part, prod(shape))
+            pieces = flat_pieces(shape, first, stop, stored.extent, stored.dtype, rank)
+            book.add(name, WEIGHT, tp, stored.dtype, shape, pieces, model.path)
