@@ -50,13 +50,11 @@ def command(run: str, is_applied: bool, is_json: bool, verbose: bool, **given: A
     printed when all goes well, unless -v asks for it.
     """
     from ckpttools.storage.runlock import run_lock
-    from ckpttools.storage.trash import require_writable
 
     policy, now = retention_options.policy_of(given), time.time()
     lock: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if is_applied:
-        require_writable(run)
-        lock = run_lock(run.removeprefix("file://"), now=now, wait_s=given["wait"])
+        lock = run_lock(run, now=now, wait_s=given["wait"])
     with lock:
         return _prune(run, policy, given, is_applied=is_applied, is_json=is_json, is_verbose=verbose)
 

@@ -17,9 +17,13 @@ from ckpttools.snapshots.names import parse_mark, parse_step
 from ckpttools.snapshots.policy import COMMITTED, Decision
 from ckpttools.snapshots.runs import NESTS, STAGE, Run, dated, nests_of
 from ckpttools.snapshots.trackers import read_tracker_claims
-from ckpttools.storage.trash import Hidden, LocalTrash, append_line, require_log
+from ckpttools.storage.object_trash import ObjectTrash, open_trash
+from ckpttools.storage.source import ListedFile
+from ckpttools.storage.trash import Hidden, append_line, require_log
+from ckpttools.storage.tree import Tree, read_tree
 
 Clock = Callable[[], float]
+_RELIST_S = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +61,13 @@ def finish_interrupted(run: Run, *, jobs: int, log: str, clock: Clock, grace_s: 
     """
     if log:
         require_log(log)  # before anything is gone
-    nests = (*NESTS, *(f"{nest}/{STAGE}".lstrip("/") for nest in NESTS))
-    found = LocalTrash(run.location).leftovers(nests)
-    hidden = [replace(h, marks=tuple(_marks_left(run, h, clock() - grace_s))) for h in found]
+    trash = open_trash(run.location)
+    if isinstance(trash, ObjectTrash):
+        hidden = trash.leftovers(run.tree)
+    else:
+        nests = (*NESTS, *(f"{nest}/{STAGE}".lstrip("/") for nest in NESTS))
+        found = trash.leftovers(nests)
+        hidden = [replace(h, marks=tuple(_marks_left(run, h, clock() - grace_s))) for h in found]
     doomed = [(Removal(h.path, None, 0, 0, ("left by an interrupted run",)), h) for h in hidden]
     return list(_clear(run, doomed, jobs=jobs, log=log, clock=clock))
 
@@ -89,9 +97,9 @@ def remove(run: Run, decisions: Sequence[Decision], *, jobs: int, log: str, cloc
         require_log(log)
     doomed = sorted((d for d in decisions if not d.keep), key=lambda d: d.snapshot.time_order)
     marks = {s.path: s.marks for s in run.snapshots}
-    trash = LocalTrash(run.location)
+    trash = open_trash(run.location)
     moved: list[tuple[Removal, Hidden]] = []
-    guard = Guard(run, decisions)
+    guard = Guard(run, decisions, clock)
     for decision in doomed:
         s = decision.snapshot
         removal = Removal(s.path, s.step, s.length_bytes, s.inodes, decision.reasons)
@@ -112,23 +120,33 @@ def remove(run: Run, decisions: Sequence[Decision], *, jobs: int, log: str, cloc
 class Guard:
     """Looks once more, right before a snapshot goes, whether the plan still holds.
 
-    A few stats each, not another listing: the plan is as old as the renames before this one.
+    A few stats each, not another listing: the plan is as old as the renames before this one. An object store is listed again
+    first, and now and then while deleting goes on.
     """
 
-    def __init__(self, run: Run, decisions: Sequence[Decision]) -> None:
+    def __init__(self, run: Run, decisions: Sequence[Decision], clock: Clock) -> None:
         self._run = run
+        self._clock = clock
+        self._tree = run.tree if run.tree.is_local else read_tree(run.location)
+        self._listed_s = clock()
         self._snapshots = {s.path: s for s in run.snapshots}
         kept = [d.snapshot for d in decisions if d.keep and d.snapshot.state == COMMITTED]
         self._newest = max(kept, key=lambda s: s.order).path if kept else ""
 
     def is_gone(self, path: str) -> bool:
         """Whether another process has deleted it. Raises StorageError."""
-        return self._run.tree.status(path) is None
+        if not self._tree.is_local and self._clock() - self._listed_s > _RELIST_S:
+            self._tree = read_tree(self._run.location)
+            self._listed_s = self._clock()
+        return not self._is_there(path)
+
+    def _is_there(self, path: str) -> bool:
+        return self._tree.status(path) is not None or (not self._tree.is_local and self._tree.is_directory(path))
 
     def what_changed(self, path: str) -> str:
         """What is other than when it was decided; empty when nothing is. Raises StorageError."""
-        tree, snapshot = self._run.tree, self._snapshots[path]
-        if self._newest and tree.status(f"{self._newest}/{self._snapshots[self._newest].record}".rstrip("/")) is None:
+        tree, snapshot = self._tree, self._snapshots[path]
+        if self._newest and not self._is_there(f"{self._newest}/{self._snapshots[self._newest].record}".rstrip("/")):
             return f"{self._newest}, which was to stay, is gone"
         claims = read_tracker_claims(tree, nests_of(tree), self._run.states, self._run.steps)
         naming = next((c.tracker for c in claims if c.path == path), "")
@@ -136,11 +154,16 @@ class Guard:
             return f"{naming} points to it now"
         if tree.status(f"{path}/{PIN}") is not None or tree.status(f"{path}{PIN}") is not None:
             return "it is pinned now"
-        return "" if dated(tree, snapshot).time_s == snapshot.time_s else "it was written to since"
+        is_as_listed = tree.is_local or _objects(tree, path) == _objects(self._run.tree, path)
+        return "" if is_as_listed and dated(tree, snapshot).time_s == snapshot.time_s else "it was written to since"
+
+
+def _objects(tree: Tree, path: str) -> dict[str, ListedFile | None]:
+    return {name: tree.status(f"{path}/{name}".rstrip("/")) for name in tree.below(path)}
 
 
 def _clear(run: Run, moved: Sequence[tuple[Removal, Hidden]], *, jobs: int, log: str, clock: Clock) -> Iterator[Removal]:
-    trash = LocalTrash(run.location)
+    trash = open_trash(run.location)
     with ThreadPoolExecutor(jobs) as pool:
         for (removal, _), cleared in zip(moved, pool.map(trash.clear, [hidden for _, hidden in moved]), strict=True):
             yield _logged(replace(removal, error=cleared.error), log, clock)

@@ -22,6 +22,7 @@ from ckpttools.snapshots.names import FILE_SUFFIXES, is_temporary, looks_like_sn
 from ckpttools.snapshots.neighbours import compare_neighbours
 from ckpttools.snapshots.policy import COMMITTED, DAMAGED, FOREIGN, UNFINISHED
 from ckpttools.snapshots.trackers import MEGATRON, RELEASE, Claim, find_claims, read_tracker
+from ckpttools.storage.object_trash import read_half_deleted
 from ckpttools.storage.tree import Measure, Tree, read_tree
 
 NESTS = ("", "checkpoint", "checkpoints", "ckpt")
@@ -122,7 +123,7 @@ def candidates(tree: Tree, pattern: re.Pattern[str] | None = None) -> Iterator[t
         names += [n for n in tree.files[nest] if n.endswith(FILE_SUFFIXES) or pattern is not None]
         for name in names:
             step = _step_of(tree, prefix, name, pattern)
-            if step is None or name.startswith("."):
+            if step is None or name.startswith(".") or read_half_deleted(tree, prefix + name) is not None:
                 continue
             if prefix + name not in tree.links or _is_only_name(tree, prefix + name, pattern):
                 yield prefix + name, step
@@ -244,5 +245,7 @@ def _strangers(tree: Tree, known: set[str]) -> Iterator[Snapshot]:
         prefix = f"{nest}/" if nest else ""
         for name in tree.subdirectories(nest):
             path = prefix + name
-            if path not in known and path not in tree.links and not name.startswith(".") and looks_like_snapshot(name):
+            if path in known or path in tree.links or name.startswith(".") or not looks_like_snapshot(name):
+                continue
+            if read_half_deleted(tree, path) is None:
                 yield Snapshot(path, None, FOREIGN, "not a name of a snapshot")

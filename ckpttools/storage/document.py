@@ -7,6 +7,7 @@ import os
 
 from ckpttools.errors import DestinationError
 from ckpttools.storage.source import filesystem, is_url, local_path, storage_error
+from ckpttools.storage.store_errors import store_error_types
 
 
 def write_document(location: str, data: bytes, *, is_overwriting: bool = False) -> None:
@@ -52,5 +53,5 @@ def _put_object(location: str, data: bytes, *, is_overwriting: bool) -> None:
         if not is_overwriting and fs.exists(path):
             raise DestinationError("an object is there already", where=location, hints=["pass --overwrite to replace it"])
         fs.pipe_file(path, data)
-    except (OSError, ValueError) as e:
+    except store_error_types() as e:
         raise storage_error(e, location) from e

@@ -15,7 +15,8 @@ import time
 from collections.abc import Iterator
 
 from ckpttools.errors import LockedError
-from ckpttools.storage.source import storage_error
+from ckpttools.storage.object_lock import object_lock
+from ckpttools.storage.source import is_url, local_path, storage_error
 from ckpttools.storage.trash import FULL
 
 LOCK_NAME = ".ckpttools-prune.lock"
@@ -30,6 +31,11 @@ def run_lock(directory: str, *, now: float, wait_s: float = 0) -> Iterator[None]
 
     Raises: LockedError: another run has it. StorageError: the directory cannot be written to.
     """
+    if is_url(directory):
+        with object_lock(directory, LOCK_NAME, now=now, wait_s=wait_s):
+            yield
+        return
+    directory = local_path(directory)
     fds: list[int] = []
     try:
         while True:

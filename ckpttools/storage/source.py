@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from urllib.parse import unquote
 
 from ckpttools.errors import MissingExtraError, NotFoundError, ShortReadError, StorageError
+from ckpttools.storage.store_errors import store_error_types
 
 _MAX_DEPTH = 4
 _LOCAL_SCHEMES = ("file", "local")
@@ -249,7 +250,7 @@ def _open_url(location: str) -> tuple[Source, str]:
             return UrlSource(location.rstrip("/")[: -len(name) - 1], fs, directory, only=name), name
         if not fs.exists(root):
             raise NotFoundError(f"nothing there: {location}")
-    except (OSError, ValueError) as e:
+    except store_error_types() as e:
         raise storage_error(e, location) from e
     return UrlSource(location, fs, root), ""
 
@@ -287,13 +288,13 @@ class UrlSource:
         try:
             if self._only:
                 info = self._fs.info(f"{self._root}/{self._only}")
-                return Listing([ListedFile(self._only, int(info["size"]), _modified_s(info))], is_one_file=True)
+                return Listing([ListedFile(self._only, int(info["size"]), modified_s(info))], is_one_file=True)
             found = self._fs.find(self._root, maxdepth=_MAX_DEPTH, detail=True)
-        except (OSError, ValueError) as e:
+        except store_error_types() as e:
             raise storage_error(e, self.location) from e
         prefix = self._fs._strip_protocol(self._root).rstrip("/") + "/"
         return Listing(
-            [ListedFile(p[len(prefix) :], int(i["size"] or 0), _modified_s(i)) for p, i in found.items() if p.startswith(prefix)]
+            [ListedFile(p[len(prefix) :], int(i["size"] or 0), modified_s(i)) for p, i in found.items() if p.startswith(prefix)]
         )
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
@@ -302,14 +303,14 @@ class UrlSource:
             return
         try:
             data = self._fs.cat_file(f"{self._root}/{file}", start=offset, end=offset + len(buffer))
-        except (OSError, ValueError) as e:
+        except store_error_types() as e:
             raise storage_error(e, file, offset) from e
         if len(data) != len(buffer):
             raise _short_read(file, offset + len(data), offset + len(buffer))
         buffer[:] = data
 
 
-def _modified_s(info: dict[str, Any]) -> float | None:
+def modified_s(info: dict[str, Any]) -> float | None:
     """Modification time of an fsspec info record, which each store spells in its own way."""
     for key in ("mtime", "LastModified", "updated", "last_modified", "created"):
         value = info.get(key)
@@ -329,6 +330,15 @@ def _short_read(file: str, found_bytes: int, expected_bytes: int) -> StorageErro
         found=f"{found_bytes} bytes",
         hints=["another process is writing to this snapshot; wait until it has finished"],
     )
+
+
+@contextlib.contextmanager
+def store_errors(where: str) -> Iterator[None]:
+    """Turns what a store raises into a StorageError about a place."""
+    try:
+        yield
+    except store_error_types() as e:
+        raise storage_error(e, where) from e
 
 
 def storage_error(e: Exception, where: str, offset: int | None = None) -> StorageError:

@@ -52,15 +52,6 @@ class Cleared:
     """Each mark, and what stands in its way."""
 
 
-def require_writable(location: str) -> None:
-    """Refuse to delete where snapshots cannot be renamed. Raises StorageError."""
-    if is_url(location):
-        raise StorageError(
-            f"deleting is done on file systems only: {location}",
-            hints=["mount the bucket, or use a lifecycle rule of the store; without --apply the decisions are shown"],
-        )
-
-
 class LocalTrash:
     """Hides and removes the snapshots of a run directory on a file system."""
 
@@ -91,7 +82,7 @@ class LocalTrash:
         return Hidden(path, os.path.relpath(trash, self._root), tuple(marks))
 
     def leftovers(self, directories: Iterable[str]) -> list[Hidden]:
-        """What earlier runs renamed in these directories and did not remove."""
+        """What earlier runs renamed in these directories and did not remove. Raises StorageError."""
         found: list[Hidden] = []
         for directory in directories:
             full = os.path.join(self._root, directory)

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from ckpttools.errors import NotFoundError, StorageError
 from ckpttools.storage.source import ListedFile, Listing, is_url, open_source, read, storage_error
 
+TOMBSTONE = ".ckpttools-deleting"
+"""In a snapshot on an object store of which the deletion was begun (`object_trash`); it is no part of the snapshot."""
 _MAX_DEPTH = 6
 _MAX_TEXT_BYTES = 1 << 20
 
@@ -74,7 +76,7 @@ class Tree:
         return name in self.files.get(directory, ())
 
     def below(self, path: str) -> Iterator[str]:
-        """Every file below a directory, relative to it; for a file the empty name."""
+        """Every file below a directory, relative to it, but a tombstone; for a file the empty name."""
         if path not in self.files:
             yield ""
             return
@@ -82,7 +84,7 @@ class Tree:
         while waiting:
             inner = waiting.pop()
             at = f"{path}/{inner}".strip("/") if inner else path
-            yield from (f"{inner}/{name}" if inner else name for name in self.files[at])
+            yield from (f"{inner}/{name}" if inner else name for name in self.files[at] if name != TOMBSTONE)
             waiting += [f"{inner}/{name}" if inner else name for name in self.subdirectories(at)]
 
     def directories_below(self, path: str) -> int:
@@ -122,13 +124,10 @@ class Tree:
 
     def read_text(self, path: str) -> str:
         """A small text file (a tracker, a JSON of metrics); empty when it is gone, long or no text. Raises StorageError."""
-        found = self.status(path)
-        if found is None or not found.is_regular or found.length_bytes > _MAX_TEXT_BYTES:
-            return ""
-        directory, _, name = path.rpartition("/")
         try:
-            source, _ = open_source(f"{self.location.rstrip('/')}/{directory}".rstrip("/") or "/")
-            return read(source, name, 0, found.length_bytes).decode("utf-8")
+            source, name = open_source(f"{self.location.rstrip('/')}/{path}")
+            length_bytes = source.listing().length_bytes(name) if name else 0
+            return read(source, name, 0, length_bytes).decode("utf-8") if 0 < length_bytes <= _MAX_TEXT_BYTES else ""
         except (NotFoundError, UnicodeDecodeError):
             return ""
 

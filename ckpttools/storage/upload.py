@@ -9,13 +9,13 @@ whole bucket), which a later run reads to go on and the last step removes. There
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ckpttools.errors import DestinationError, StorageError
 from ckpttools.storage.source import filesystem
+from ckpttools.storage.store_errors import store_error_types
 from ckpttools.storage.writing import write_error
 
 _PART_BYTES = 16 << 20
@@ -141,12 +141,12 @@ class UrlTarget:
 
     def _abandon(self, file: Any, key: str) -> None:
         """Give up an upload without completing it, which closing the file, or forgetting it, would do."""
-        with contextlib.suppress(*_error_types(), AttributeError):
+        with contextlib.suppress(*store_error_types(), AttributeError):
             file.discard()
         with contextlib.suppress(AttributeError):
             file.closed = True
         if key:
-            with contextlib.suppress(*_error_types()):
+            with contextlib.suppress(*store_error_types()):
                 self._fs.rm_file(key)  # stores that are not object stores show a file from its first byte on
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
@@ -186,21 +186,9 @@ class UrlTarget:
         return self.location if self.is_file else f"{self.location.rstrip('/')}/{path}"
 
 
-def _error_types() -> tuple[type[Exception], ...]:
-    """What stores raise besides the usual, of those whose package is loaded."""
-    known = (
-        ("gcsfs.retry", "HttpError"),
-        ("aiohttp", "ClientError"),
-        ("botocore.exceptions", "BotoCoreError"),
-        ("google.auth.exceptions", "GoogleAuthError"),
-    )
-    loaded = tuple(getattr(sys.modules[module], name) for module, name in known if module in sys.modules)
-    return (OSError, ValueError, RuntimeError, *loaded)
-
-
 @contextlib.contextmanager
 def _store_errors(where: str) -> Iterator[None]:
     try:
         yield
-    except _error_types() as e:
+    except store_error_types() as e:
         raise write_error(e, where) from e

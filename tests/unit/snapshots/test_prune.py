@@ -14,7 +14,6 @@ import pytest
 from ckpttools.storage.runlock import LOCK_NAME, run_lock
 from ckpttools.storage.trash import PREFIX
 from tests.conftest import Answer
-from tests.fixture_cases import FIXTURES
 from tests.run_trees import aged, make, make_real, make_tiny
 
 Run = Callable[..., Answer]
@@ -324,19 +323,6 @@ def test_what_is_no_run_directory_is_one_clear_message(ckpttools: Run, tmp_path:
 
 def test_an_empty_run_directory_is_well(ckpttools: Run, tmp_path: Path) -> None:
     assert Answer(0, "", "") == ckpttools("prune", tmp_path, "--keep-last", 1, "--apply")
-
-
-def test_a_store_of_objects_shows_decisions_and_refuses_to_delete(ckpttools: Run) -> None:
-    import fsspec
-
-    fs = fsspec.filesystem("memory")
-    for step in (1, 2):
-        for path in (FIXTURES / "torch/dcp_fsdp2_w2/ckpt").iterdir():
-            fs.pipe_file(f"/prune-run/step-{step}/{path.name}", path.read_bytes())
-    assert "would delete 1 of 2" in ckpttools("prune", "memory://prune-run", "--keep-last", 1).stdout
-    answer = ckpttools("prune", "memory://prune-run", "--keep-last", 1, "--apply")
-    assert (4, 2) == (answer.exit_code, len(fs.ls("/prune-run")))
-    assert "deleting is done on file systems only" in answer.stderr
 
 
 # the lock
