@@ -11,6 +11,7 @@ from ckpttools.layouts import Snapshot
 from ckpttools.layouts.families import MODEL
 from ckpttools.model import Mesh
 from ckpttools.operations.select import Selection
+from ckpttools.pickles.views import attributes
 from ckpttools.placement import assign
 from ckpttools.placement.assign import Assignment, require_fit
 from ckpttools.placement.counts import Counts, counts_of
@@ -58,7 +59,7 @@ def place(snapshot: Snapshot, selection: Selection, mesh: Mesh, placing: Placing
 
 def _rules(snapshot: Snapshot, selection: Selection, wanted: str) -> RuleSet | None:
     if not wanted:
-        return choose(name for name, entry in selection.tensors.items() if entry.family == MODEL)
+        return choose({name: entry.spec.shape for name, entry in selection.tensors.items() if entry.family == MODEL})
     if wanted == "source":
         return infer(selection.tensors, snapshot.checkpoint.mesh)
     if wanted in (*BUILT_IN, *OTHERS):
@@ -79,6 +80,17 @@ def _counts(snapshot: Snapshot, wanted: str | None) -> Counts:
             try:
                 return counts_of(_config(data.decode("utf-8", "replace"), path), path)
             except UsageError:  # nobody named it: it may be another model's, and what lacks a count is told when it is needed
+                return Counts()
+    return _arguments(snapshot)
+
+
+def _arguments(snapshot: Snapshot) -> Counts:
+    """What the arguments of the training run say, which Megatron keeps in its checkpoints."""
+    for entry in snapshot.checkpoint.objects:
+        if entry.path[-1:] == ("args",):
+            try:
+                return counts_of(attributes(entry.record) or {}, entry.name)
+            except UsageError:
                 return Counts()
     return Counts()
 

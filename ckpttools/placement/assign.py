@@ -175,14 +175,15 @@ class _Placer:
         return found
 
     def orders(self) -> list[list[TensorSpec]]:
-        """In which an optimizer may have numbered the parameters: as they are, or matrices before vectors, as optimizers
-        with two groups (with and without weight decay) have them; each with and without heads that are tied."""
+        """In which an optimizer may have numbered the parameters: as they are, or as the rules name them layer by layer (a
+        safetensors file sorts names); each with and without heads that are tied, and with matrices before vectors, as
+        optimizers with two groups (with and without weight decay) have them."""
         cut = [spec for spec in self.parameters if not self._is_whole(spec)]
         heads = [head for _, head in self.rules.stages.tied_expressions]
-        without = [spec for spec in cut if not any(head.fullmatch(spec.name) for head in heads)]
         found = []
-        for order in (cut, without):
-            found += [order, sorted(order, key=lambda spec: len(spec.shape) < 2)]
+        for order in (cut, sorted(cut, key=lambda spec: self.rules.order_of(spec.name))):
+            for part in (order, [spec for spec in order if not any(head.fullmatch(spec.name) for head in heads)]):
+                found += [part, sorted(part, key=lambda spec: len(spec.shape) < 2)]
         return found
 
     def _is_whole(self, spec: TensorSpec) -> bool:

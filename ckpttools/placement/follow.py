@@ -18,7 +18,7 @@ def parameters_of_state(
 
     A name that contains a parameter's dotted name, or its end where only one parameter ends so, is that parameter's. State
     that is numbered (`state.7.exp_avg`) belongs to the parameter with that number in the first of the orders in which every
-    number has a tensor of its parameter's shape, or nothing but tensors of other ranks.
+    number has a tensor of its parameter's shape, or nothing but factors of it.
 
     Args:
         parameters: of the model.
@@ -97,5 +97,11 @@ def _agreeing_order(
 
 
 def _agrees(shape: tuple[int, ...], found: Sequence[tuple[int, ...]]) -> bool:
-    """Whether state of these shapes can be that of a parameter: one is its shape, or none has its rank."""
-    return shape in found or all(len(other) != len(shape) for other in found)
+    """Whether state of these shapes can be that of a parameter: one is its shape, or each is a sum over some of it."""
+    return shape in found or all(_is_factor(shape, other) for other in found)
+
+
+def _is_factor(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether a shape is another without some of its dimensions, or with 1 in their place: a row of sums, a step count."""
+    sizes = iter(shape)
+    return all(any(n == size for size in sizes) for n in other if n != 1)

@@ -54,7 +54,7 @@ def infer(tensors: Mapping[str, TensorEntry], mesh: Mesh) -> RuleSet:
     if not any(len(found) > 1 for found in boxes.values()):
         hint = "leave --placements out for the rules that the names suggest, or name a set"
         raise UsageError("how the source is cut tells nothing: every tensor of it is in one piece", hints=[hint])
-    base = choose(entries) or built_in("buffers")
+    base = choose({name: entry.spec.shape for name, entry in entries.items()}) or built_in("buffers")
     sizes = _sizes(boxes, mesh)
     groups: dict[str, dict[str, tuple[Rule, ...]]] = defaultdict(dict)
     known: dict[tuple[tuple[int, ...], frozenset[Box], bool], Cuts | None] = {}

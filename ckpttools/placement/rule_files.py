@@ -6,7 +6,7 @@ Read `parse_rules` for the format (docs/reference/placement-rules.md has it for 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 
@@ -15,11 +15,11 @@ from ckpttools.placement.globs import parse_glob
 from ckpttools.placement.rules import CUTTING_AXES, UNITS, Rule, RuleSet, Stages
 from ckpttools.toml import parse_toml
 
-BUILT_IN = ("gpt_oss", "mixtral", "llama", "gpt2", "bloom", "gpt_neox", "t5")
+BUILT_IN = ("gpt_oss", "mixtral", "llama", "gpt2", "bloom", "gpt_neox", "t5", "megatron_gated", "megatron")
 """The sets that `choose` tries, in this order: a more particular one stands before the one whose names it shares."""
 OTHERS = ("llama_meta1", "buffers")
 """Further sets that are there to be named: Llama 1 and 2 as Meta cut them, and what every set has in the end."""
-_TOP = ("about", "include", "recognise", "unless", "replicate", "rules", "stages", "experts")
+_TOP = ("about", "include", "recognise", "unless", "gated", "replicate", "rules", "stages", "experts")
 _RULE = ("tensors", "axis", "dim", "sections", "units")
 _STAGES = ("layers", "first", "last", "tied")
 _MAX_DIM = 8
@@ -35,10 +35,9 @@ def built_in(name: str) -> RuleSet:
     return parse_rules(text, name)
 
 
-def choose(names: Iterable[str]) -> RuleSet | None:
-    """The built-in set for a model's tensor names; None where no set knows them."""
-    listed = list(names)
-    return next((rules for rules in map(built_in, BUILT_IN) if rules.is_for(listed)), None)
+def choose(shapes: Mapping[str, Sequence[int]]) -> RuleSet | None:
+    """The built-in set for a model's tensors, given their shapes by name; None where no set knows them."""
+    return next((rules for rules in map(built_in, BUILT_IN) if rules.is_for(shapes)), None)
 
 
 def parse_rules(text: str, where: str) -> RuleSet:
@@ -65,7 +64,8 @@ def parse_rules(text: str, where: str) -> RuleSet:
     about = table.get("about", "")
     if not isinstance(about, str):
         raise reader.error("`about` is not a text")
-    return RuleSet(where, tuple(rules), stages, experts, recognise, reader.globs(table, "unless", ""), about)
+    unless = reader.globs(table, "unless", "")
+    return RuleSet(where, tuple(rules), stages, experts, recognise, unless, reader.pairs(table, "gated", ""), about)
 
 
 class _Reader:
@@ -102,6 +102,12 @@ class _Reader:
         ):
             raise self.error(f"`{key}` is not a list of lists of patterns", place)
         return tuple(tuple(group) for group in found)
+
+    def pairs(self, table: Mapping[str, object], key: str, place: str) -> tuple[tuple[str, str], ...]:
+        found = self.lists(table, key, place)
+        if any(len(pair) != 2 for pair in found):
+            raise self.error(f"`{key}` is not a list of pairs", place)
+        return tuple((first, second) for first, second in found)
 
     def globs(self, table: Mapping[str, object], key: str, place: str, placeholder: str = "") -> tuple[str, ...]:
         return self.checked(self.texts(table, key, place), f"{place} {key}".strip(), placeholder)
@@ -160,16 +166,14 @@ class _Reader:
     def stages(self, table: Mapping[str, object]) -> Stages:
         found = self.table(table, "stages")
         self.require_keys(found, _STAGES, "[stages]")
-        pairs = self.lists(found, "tied", "[stages]")
-        if any(len(pair) != 2 for pair in pairs):
-            raise self.error("`tied` is not a list of pairs of patterns", "[stages]")
+        pairs = self.pairs(found, "tied", "[stages]")
         for pair in pairs:
             self.checked(pair, "[stages] tied")
         return Stages(
             self.globs(found, "layers", "[stages]", "layer"),
             self.globs(found, "first", "[stages]"),
             self.globs(found, "last", "[stages]"),
-            tuple((embedding, head) for embedding, head in pairs),
+            pairs,
         )
 
     def experts(self, table: Mapping[str, object]) -> tuple[str, ...]:

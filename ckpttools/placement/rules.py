@@ -7,7 +7,7 @@ which expert (`expert_of`). Sets are written as TOML, see `rule_files`; `assign`
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -92,6 +92,9 @@ class RuleSet:
     """By which names the set is chosen: for some of these groups, each pattern names a tensor."""
     unless: tuple[str, ...] = ()
     """Patterns by which it is not chosen where they name a tensor."""
+    gated: tuple[tuple[str, str], ...] = ()
+    """(end of a name, end of its partner's): the set is chosen only where some first one has twice the rows that its partner
+    has columns, as the first layer of a gated feed-forward has."""
     about: str = ""
 
     @cached_property
@@ -129,6 +132,20 @@ class RuleSet:
                 return stack, int(match["layer"])
         return None
 
+    def order_of(self, name: str) -> tuple[int, int, int, int, str]:
+        """Sorts names as a model has them: first, layer by layer, last; in a layer as the patterns name them, then by name."""
+        layer = self.layer_of(name)
+        clean = unwrapped(name)
+        part = 1 if layer is not None else 0 if self.stages.first_expression.fullmatch(clean) else 2
+        place = next((i for i, glob in enumerate(self._patterns[part]) if glob.fullmatch(clean)), len(self._patterns[part]))
+        return part, *(layer or (0, 0)), place, clean
+
+    @cached_property
+    def _patterns(self) -> tuple[list[re.Pattern[str]], ...]:
+        """In order: those of the first stage, of what is in layers, of the last stage."""
+        inside = [glob for rule in self.rules for glob in rule.tensors]
+        return tuple([compile_globs([glob]) for glob in globs] for globs in (self.stages.first, inside, self.stages.last))
+
     def expert_of(self, name: str) -> int | None:
         """The expert that a name belongs to; None for none."""
         name = unwrapped(name)
@@ -138,12 +155,23 @@ class RuleSet:
                 return int(match["expert"])
         return None
 
-    def is_for(self, names: Sequence[str]) -> bool:
-        """Whether the names are those of such a model."""
-        names = sorted({skeleton(unwrapped(name)) for name in names})
+    def is_for(self, shapes: Mapping[str, Sequence[int]]) -> bool:
+        """Whether names, and shapes where these count, are those of such a model."""
+        if self.gated and not any(_are_gated(shapes, first, second) for first, second in self.gated):
+            return False
+        names = sorted({skeleton(unwrapped(name)) for name in shapes})
 
         def is_there(glob: str) -> bool:
             expression = compile_globs([glob])
             return any(expression.fullmatch(name) for name in names)
 
         return not any(map(is_there, self.unless)) and any(all(map(is_there, group)) for group in self.recognise)
+
+
+def _are_gated(shapes: Mapping[str, Sequence[int]], first: str, second: str) -> bool:
+    """Whether a tensor with the first ending has twice the rows that its partner with the second has columns."""
+    for name, shape in shapes.items():
+        partner = shapes.get(name[: -len(first)] + second) if name.endswith(first) else None
+        if partner and len(shape) > 1 and shape[-2] == 2 * partner[-1]:
+            return True
+    return False

@@ -148,10 +148,32 @@ class TestState:
         for (spec, _, _), (moment, _, _) in zip(order, state, strict=True):
             assert placed(found, moment.name) == placed(found, spec.name)
 
+    def test_numbered_state_beside_sorted_names_is_in_the_order_of_the_rules(self) -> None:
+        model = llama(kv=8, ffn=48)
+        state = [
+            tensor(f"optimizer.state.{i}.exp_avg", *spec.shape, family="optimizer", path=("optimizer", "state", i, "exp_avg"))
+            for i, (spec, _, _) in enumerate(model)
+        ]
+        found = on("tp=2,fsdp=2", [*sorted(model, key=lambda t: t[0].name), *state])
+        for (spec, _, _), (moment, _, _) in zip(model, state, strict=True):
+            assert placed(found, moment.name) == placed(found, spec.name)
+
     def test_numbered_state_whose_shapes_disagree_is_cut_by_fsdp_alone(self) -> None:
         state = tensor("optimizer.state.1.exp_avg", 5, 5, family="optimizer", path=("optimizer", "state", 1, "exp_avg"))
         found = on("tp=2,fsdp=2", [*llama(), state])
         assert placed(found, state[0].name).cuts == (ROWS,)
+
+    def test_numbered_factors_of_a_moment_agree_with_their_parameter(self) -> None:
+        model = llama()
+        state = []
+        for i, (spec, _, _) in enumerate(model):
+            shapes = {"row": spec.shape[:-1], "col": (1, *spec.shape[1:]), "step": ()}
+            state += [
+                tensor(f"optimizer.state.{i}.{k}", *v, family="optimizer", path=("optimizer", "state", i, k))
+                for k, v in shapes.items()
+            ]
+        found = on("tp=2,pp=2", [*model, *state])
+        assert reason(found, "optimizer.state.1.row").startswith("of `model.layers.0.self_attn.q_proj.weight`, in another shape")
 
     def test_state_without_a_model_is_placed_by_the_name_in_it(self) -> None:
         state = tensor("optimizer.state.layers.0.mlp.down_proj.weight.exp_avg", 32, 64, family="optimizer")
@@ -242,7 +264,7 @@ class TestRefusals:
 def test_boxes_are_those_of_torch_for_the_same_mesh(case: str, mesh: str) -> None:
     checkpoint = open_snapshot(str(FIXTURES / "torch" / case / "ckpt")).checkpoint
     tensors = [(t.spec, t.path, t.family) for t in checkpoint.tensors]
-    found = place(tensors, Mesh.parse(mesh), choose([t.name for t in checkpoint.tensors if t.family == "model"]))
+    found = place(tensors, Mesh.parse(mesh), choose({t.name: t.spec.shape for t in checkpoint.tensors if t.family == "model"}))
     assert found.problems == ()
     boxes = held_boxes(found.tensors, found.mesh)
     for t in checkpoint.tensors:

@@ -146,6 +146,7 @@ class TestFormat:
             ("[stages]\ntied = [['a']]", "`tied` is not a list of pairs"),
             ("stages = 1", "`stages` is not a table"),
             ("[experts]\nnames = ['{layer}']", "bad pattern `{layer}`"),
+            ("gated = [['a']]", "`gated` is not a list of pairs"),
             ("recognise = ['a']", "`recognise` is not a list of lists"),
             ("about = 1", "`about` is not a text"),
             ("replicate = [1]", "`replicate` is not a list of texts"),
@@ -196,13 +197,27 @@ class TestChoice:
         ],
     )
     def test_the_set_is_chosen_by_the_names(self, names: list[str], chosen: str) -> None:
-        found = choose(names)
+        found = choose(dict.fromkeys(names, ()))
         assert found is not None
         assert found.name == chosen
 
     @pytest.mark.parametrize("names", [[], ["w"], ["transformer.h.0.self_attention.query_key_value.weight"]])
     def test_names_that_no_set_knows_choose_none(self, names: list[str]) -> None:
-        assert choose(names) is None
+        assert choose(dict.fromkeys(names, ())) is None
+
+    @pytest.mark.parametrize(("rows", "chosen"), [(96, "megatron_gated"), (48, "megatron")])
+    @pytest.mark.parametrize("layers", [(), (4,)])
+    def test_gated_layers_are_told_by_their_shapes(self, rows: int, chosen: str, layers: tuple[int, ...]) -> None:
+        number = "" if layers else "3."
+        found = choose(
+            {
+                f"decoder.layers.{number}self_attention.linear_qkv.weight": (*layers, 32, 16),
+                f"decoder.layers.{number}mlp.linear_fc1.weight": (*layers, rows, 16),
+                f"decoder.layers.{number}mlp.linear_fc2.weight": (*layers, 16, 48),
+            }
+        )
+        assert found is not None
+        assert found.name == chosen
 
     def test_llama_1_and_2_as_meta_cut_them_are_asked_for_by_name(self) -> None:
         first, *_ = built_in("llama_meta1").matching("tok_embeddings.weight")
