@@ -12,6 +12,7 @@ from ckpttools.operations.sealing import HashList
 from ckpttools.operations.validate import Validation
 from ckpttools.pickles.differences import ABSENT
 from ckpttools.pickles.renditions import plain
+from ckpttools.placement.rule_files import render_rules
 
 if TYPE_CHECKING:
     from ckpttools.operations.conversion import Conversion
@@ -153,6 +154,7 @@ def resharding(result: Resharding) -> dict[str, Any]:
         "left": list(converted.selection.left),
         "dropped": list(result.dropped),
         "rules": result.assignment.rules.name,
+        "rules_toml": render_rules(result.assignment.rules),
         "placements": [
             {"tensor": a.tensor.spec.name, "placement": str(a.tensor.placement) or "replicated", "reason": a.reason}
             for a in result.assignment.assigned

@@ -138,6 +138,8 @@ def _write_plan(resharding: Resharding) -> None:
     for line in render.table(placed):
         render.write_data(line)
     render.write_data("")
+    if document["rules"] == "source":  # the others can be looked up
+        render.write_data(document["rules_toml"])
     rows = [("rank", "at", "bytes", "from")]
     for rank in document["ranks"]:
         drawn = ", ".join(f"{s['file']} ({render_bytes_short(s['bytes'])})" for s in rank["sources"][:4])

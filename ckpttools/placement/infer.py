@@ -8,13 +8,13 @@ and FSDP has none; where nothing but stacked experts is cut, it is the experts t
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
 from ckpttools.errors import UsageError
-from ckpttools.model import Box, Mesh, TensorEntry, TensorSpec
+from ckpttools.model import Box, Mesh, TensorEntry
 from ckpttools.placement.globs import exact_glob, skeleton
 from ckpttools.placement.local import Cut, Placement, local_tensor
 from ckpttools.placement.rule_files import built_in, choose
@@ -50,22 +50,49 @@ def infer(tensors: Mapping[str, TensorEntry], mesh: Mesh) -> RuleSet:
     Raises: UsageError: when no tensor was cut.
     """
     entries = {name: entry for name, entry in tensors.items() if entry.family == "model"} or dict(tensors)
-    boxes = {name: frozenset(piece.box for piece in entry.pieces if piece.box.volume) for name, entry in entries.items()}
-    if not any(len(found) > 1 for found in boxes.values()):
+    views = {name: _view(name, entry) for name, entry in entries.items()}
+    if not any(len(view.boxes) > 1 for view in views.values()):
         hint = "leave --placements out for the rules that the names suggest, or name a set"
         raise UsageError("how the source is cut tells nothing: every tensor of it is in one piece", hints=[hint])
     base = choose({name: entry.spec.shape for name, entry in entries.items()}) or built_in("buffers")
-    sizes = _sizes(boxes, mesh)
+    sizes = _sizes({name: view.boxes for name, view in views.items()}, mesh)
     groups: dict[str, dict[str, tuple[Rule, ...]]] = defaultdict(dict)
     known: dict[tuple[tuple[int, ...], frozenset[Box], bool], Cuts | None] = {}
-    for name, entry in entries.items():
-        key = (entry.spec.shape, boxes[name], _is_of_experts(name))
+    for name, view in views.items():
+        key = (view.shape, view.boxes, _is_of_experts(name))
         if key not in known:
             known[key] = _cuts(*key, sizes)
-        groups[skeleton(name)][name] = _rules(entry.spec, name, boxes[name], known[key], sizes, base)
+        groups[skeleton(name)][name] = _rules(name, view, known[key], sizes, base)
     own = _merged(groups)
     about = f"how the source was cut: {Mesh(tuple(axis for axis in sizes.mesh.axes if axis[1] > 1))}"
     return RuleSet("source", (*own, *built_in("buffers").rules), base.stages, base.experts, about=about)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What is looked at of a tensor."""
+
+    shape: tuple[int, ...]
+    boxes: frozenset[Box]
+    """Those with elements."""
+    skipped: int = 0
+    """Dimensions in front that count layers, each of which is in pieces of its own, all cut alike."""
+
+
+def _view(name: str, entry: TensorEntry) -> _View:
+    """A tensor, or one layer of it where it has all layers stacked in front, as Megatron's distributed checkpoints have."""
+    shape = entry.spec.shape
+    boxes = frozenset(piece.box for piece in entry.pieces if piece.box.volume)
+    is_stacked = "layers" in name.split(".") and skeleton(name) == name and len(shape) > 1
+    if not is_stacked or not boxes or any(box.sizes[0] != 1 for box in boxes):
+        return _View(shape, boxes)
+    layers: dict[int, set[Box]] = defaultdict(set)
+    for box in boxes:
+        layers[box.offsets[0]].add(Box(box.offsets[1:], box.sizes[1:]))
+    first = next(iter(layers.values()))
+    if len(layers) != shape[0] or any(layer != first for layer in layers.values()):
+        return _View(shape, boxes)
+    return _View(shape[1:], frozenset(first), 1)
 
 
 def _sizes(boxes: Mapping[str, frozenset[Box]], mesh: Mesh) -> _Sizes:
@@ -77,7 +104,9 @@ def _sizes(boxes: Mapping[str, frozenset[Box]], mesh: Mesh) -> _Sizes:
     across = {name: max((_places(found, dim) for dim in range(1, _rank(found))), default=1) for name, found in boxes.items()}
     named = dict(mesh.axes)
     told = {axis: next((named[o] for o in others if o in named), 0) for axis, others in _AXES_OF_OTHERS.items()}
-    tp = told["tp"] or max(across.values())
+    # interleaved pieces are more than there are ranks, so what most tensors have counts
+    often = Counter(across[name] for name in {skeleton(name): name for name in boxes}.values() if across[name] > 1)
+    tp = told["tp"] or max(often, key=lambda count: (often[count], -count), default=1)
     ep = told["ep"] or 1
     if not mesh.axes and not told["tp"] and max(across.values()) == 1:
         cut = [name for name, found in boxes.items() if len(found) > 1]
@@ -132,19 +161,19 @@ def _boxes_of(shape: tuple[int, ...], cuts: Cuts, sizes: _Sizes) -> frozenset[Bo
     return frozenset(found)
 
 
-def _rules(
-    spec: TensorSpec, name: str, boxes: frozenset[Box], cuts: Cuts | None, sizes: _Sizes, base: RuleSet
-) -> tuple[Rule, ...]:
+def _rules(name: str, view: _View, cuts: Cuts | None, sizes: _Sizes, base: RuleSet) -> tuple[Rule, ...]:
     """What the rules say of one tensor, without patterns."""
     suggested = base.matching(name)
     if cuts is None:  # interleaved, flattened: what the names suggest is better than nothing
-        return tuple(replace(rule, tensors=(), label="") for rule in suggested)
+        first = {rule.axis: rule for rule in reversed(suggested)}
+        return tuple(replace(rule, tensors=(), label="") for rule in first.values())
     found = []
     for cut in cuts:
         if cut.axis != "fsdp":
-            alike = next((rule for rule in suggested if (rule.axis, rule.dim) == (cut.axis, cut.dim)), None)
-            found.append(Rule((), cut.axis, cut.dim, units=alike.units if alike else ""))
-    is_left_whole = not cuts and spec.shape != () and len(boxes) == 1 and sizes.fsdp > 1
+            dim, dims = cut.dim + view.skipped, len(view.shape) + view.skipped
+            alike = next((rule for rule in suggested if (rule.axis, rule.dim % dims) == (cut.axis, dim)), None)
+            found.append(Rule((), cut.axis, dim, units=alike.units if alike else ""))
+    is_left_whole = not cuts and view.shape != () and len(view.boxes) == 1 and sizes.fsdp > 1
     return (Rule(()),) if is_left_whole else tuple(found)
 
 

@@ -34,6 +34,16 @@ def test_rules_of_the_source_are_found(ckpttools: Run, tmp_path: Path) -> None:
     assert told["model.norm.weight"] == "no rule: replicated on tp"
 
 
+def test_rules_of_the_source_are_printed_and_can_be_given_again(ckpttools: Run, tmp_path: Path) -> None:
+    answer = reshard(ckpttools, tmp_path, "tp=4", "--placements", "source", "--dry-run", "--json")
+    rules = tmp_path / "found.toml"
+    rules.write_text(answer.document["rules_toml"])
+    again = reshard(ckpttools, tmp_path, "tp=4", "--placements", rules, "--dry-run", "--json")
+    told = [[placed["placement"] for placed in each.document["placements"]] for each in (answer, again)]
+    assert told[0] == told[1]
+    assert answer.document["rules_toml"] in reshard(ckpttools, tmp_path, "tp=4", "--placements", "source", "--dry-run").stdout
+
+
 def test_rules_of_a_file_are_taken(ckpttools: Run, tmp_path: Path) -> None:
     rules = tmp_path / "mine.toml"
     rules.write_text('[[rules]]\ntensors = ["wo.weight"]\naxis = "tp"\ndim = 0\n')

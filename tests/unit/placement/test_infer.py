@@ -13,7 +13,7 @@ from ckpttools.model import Extent, Mesh, Piece, TensorEntry, TensorSpec
 from ckpttools.placement.assign import place
 from ckpttools.placement.infer import infer
 from ckpttools.placement.local import Cut, Placement, held_boxes, local_tensor
-from ckpttools.placement.rule_files import parse_rules, render_rules
+from ckpttools.placement.rule_files import choose, parse_rules, render_rules
 from tests.fixture_cases import FIXTURES
 
 
@@ -53,6 +53,40 @@ def test_the_mesh_of_a_source_gives_its_boxes_again(case: str, mesh: str) -> Non
     for t in checkpoint.tensors:
         assert {box for box in boxes[t.name] if box.volume} == {piece.box for piece in t.pieces if piece.box.volume}, t.name
     assert parse_rules(render_rules(rules), "source").rules == rules.rules
+
+
+@pytest.mark.parametrize(
+    ("case", "mesh"),
+    [
+        ("legacy_lm_tp2/ckpt/iter_0000100", "tp=2"),
+        ("legacy_lm_tp2_pp2_gqa/ckpt/iter_0000100", "tp=2,pp=2"),
+        ("legacy_tp2_mcore/ckpt/iter_0000100", "tp=2"),
+        ("legacy_tp2_pp2_mcore/ckpt/iter_0000200", "tp=2,pp=2"),
+        ("legacy_tp2_distopt/ckpt/iter_0000100", "tp=2"),
+    ],
+)
+@pytest.mark.parametrize("is_inferred", [True, False], ids=["inferred", "built in"])
+def test_megatron_has_the_same_boxes(case: str, mesh: str, is_inferred: bool) -> None:
+    checkpoint = open_snapshot(str(FIXTURES / "megatron" / case)).checkpoint
+    model = {t.name: t for t in checkpoint.tensors if t.family == "model"}
+    rules = infer(model, checkpoint.mesh) if is_inferred else choose({name: t.spec.shape for name, t in model.items()})
+    found = place([(t.spec, t.path, t.family) for t in model.values()], Mesh.parse(mesh), rules)
+    assert found.problems == ()
+    boxes = held_boxes(found.tensors, found.mesh)
+    for name, t in model.items():
+        assert set(boxes[name]) == {piece.box for piece in t.pieces}, name
+
+
+def test_layers_stacked_in_one_tensor_are_looked_at_one_by_one() -> None:
+    checkpoint = open_snapshot(str(FIXTURES / "megatron" / "tdist_tp2_model_only" / "ckpt" / "iter_0000010")).checkpoint
+    model = {t.name: t for t in checkpoint.tensors if t.family == "model"}
+    found = infer(model, Mesh())
+    told = {name: [(r.axis, r.dim, r.sections, r.units) for r in found.matching(name)] for name in model}
+    assert told["embedding.word_embeddings.weight"] == [("tp", 0, (), "")]
+    assert told["decoder.layers.self_attention.linear_qkv.weight"] == [("tp", 1, (), "kv_heads")]
+    assert told["decoder.layers.self_attention.linear_proj.weight"] == [("tp", 2, (), "heads")]
+    assert told["decoder.layers.mlp.linear_fc1.weight"] == [("tp", -2, (1, 1), "")]
+    assert told["decoder.layers.self_attention.linear_qkv.layer_norm_weight"] == []
 
 
 @given(
