@@ -251,6 +251,31 @@ class TestArguments:
             ("mp_rank_02/model_optim_rng.pt", "a rank of tp=2, pp=1, ep=1, as the arguments state", "mp_rank_02")
         ] == findings(tmp_path, "rank-mismatch")
 
+    def test_two_files_of_one_rank_are_not_taken_for_copies(self, tmp_path):
+        Ranks(tp=2).write(Model(), tmp_path)
+        shutil.copytree(tmp_path / "mp_rank_01", tmp_path / "mp_rank_01_000")
+        assert [
+            ("mp_rank_01_000/model_optim_rng.pt", "one file of each rank", "`mp_rank_01/model_optim_rng.pt` of the same rank")
+        ] == (findings(tmp_path, "rank-mismatch"))
+
+    def test_hidden_size_is_that_of_the_embedding(self, tmp_path):
+        Ranks(overrides={"hidden_size": 32}).write(Model(), tmp_path)
+        assert [("embedding.word_embeddings.weight", "rows of 32, as args.hidden_size states", "[48, 16]")] == findings(
+            tmp_path, "arguments-mismatch"
+        )
+
+    def test_optimizer_shards_of_data_parallel_ranks_are_listed_as_they_are(self, tmp_path):
+        Ranks(tp=2).write(Model(), tmp_path)
+        for file in list(tmp_path.rglob("*.pt")):
+            file.rename(file.with_name("model_rng.pt"))
+            for rank in range(2):
+                shard = tmp_path / f"{file.parent.name}_{rank:03d}"
+                shard.mkdir()
+                torch.save({"optimizer": {"state": {0: {"exp_avg": torch.ones(5) * rank}}}}, shard / "optim.pt")
+        found = values(tmp_path)
+        assert raw(torch.ones(5)) == found["optimizer.mp_rank_01_001.optimizer.state.0.exp_avg"]
+        assert ("ok", 4) == (validate(str(tmp_path)).verdict, sum(n.startswith("optimizer.") for n in found))
+
     def test_without_arguments_the_mesh_is_that_of_the_files(self, tmp_path):
         model = Model()
         Ranks(tp=2, pp=2).write(model, tmp_path)

@@ -18,7 +18,7 @@ from ckpttools.layouts.families import MODEL
 from ckpttools.layouts.megatron_legacy.arguments import Arguments, disagreements, parallel
 from ckpttools.layouts.megatron_legacy.assembly import Assembly
 from ckpttools.layouts.megatron_legacy.model import add_model
-from ckpttools.layouts.megatron_legacy.names import BUFFER_FILE, MODEL_FILES, Parallel, RankPath, is_shard, parse_path
+from ckpttools.layouts.megatron_legacy.names import BUFFER_FILE, MODEL_FILES, Parallel, Place, RankPath, is_shard, parse_path
 from ckpttools.layouts.megatron_legacy.numbering import number_layers
 from ckpttools.layouts.megatron_legacy.optimizer import add_optimizer
 from ckpttools.layouts.megatron_legacy.shards import CHUNK_KEY, Shard, TensorReader, check_steps, read_chunks, top_level
@@ -87,24 +87,28 @@ def _open(source: Source, listing: Listing, paths: Sequence[RankPath]) -> tuple[
     models = [(path, arguments) for path, _, _, arguments in opened if path.file_name in MODEL_FILES]
     stated = next((arguments for _, arguments in models if arguments.tp), Arguments())
     mesh = parallel(stated, [path for path, _ in models])
-    shards = []
+    shards: dict[tuple[Place, str], Shard] = {}
     for path, file, top, arguments in opened:
-        place = mesh.place(path)
-        if place is None and not is_shard(path):
+        place = Place(0, 0, path.numbers[-1]) if is_shard(path) else mesh.place(path)
+        key = (place or Place(0, 0, 0), path.path if is_shard(path) else path.file_name)
+        if place is None:
             expected = f"a rank of tp={mesh.tp}, pp={mesh.pp}, ep={mesh.ep}, as the arguments state"
             findings.append(Finding("rank-mismatch", path.path, expected, path.directory))
-        elif place is not None:
-            shards.append(Shard(path, place, file, top, arguments))
-    return sorted(shards, key=lambda s: s.place), mesh, findings
+        elif key in shards:
+            found = f"`{shards[key].path.path}` of the same rank"
+            findings.append(Finding("rank-mismatch", path.path, "one file of each rank", found))
+        else:
+            shards[key] = Shard(path, place, file, top, arguments)
+    return sorted(shards.values(), key=lambda s: s.place), mesh, findings
 
 
 def _missing(mesh: Parallel, models: Sequence[Shard], shards: Sequence[Shard]) -> list[Finding]:
     """A finding per absent file of a rank: the model's, and the optimizer's where any rank has one or should."""
     names = [models[0].path.file_name if models else MODEL_FILES[0]]
-    buffers = {s.place for s in shards if s.path.file_name == BUFFER_FILE}
+    buffers = {s.place for s in shards if s.path.file_name == BUFFER_FILE and not is_shard(s.path)}
     if buffers:
         names.append(BUFFER_FILE)
-    there = {(s.place, s.path.file_name) for s in shards}
+    there = {(s.place, s.path.file_name) for s in shards if not is_shard(s.path)}
     if mesh.etp != mesh.tp and _is_enough(mesh, models):
         return []
     absent = [f"{mesh.directory(place)}/{name}" for place in mesh.places() for name in names if (place, name) not in there]

@@ -4,7 +4,8 @@ The pipeline part is there only with more than one stage, the expert part only w
 parts mean tensor and pipeline or tensor and expert rank; the arguments in the files tell which.
 
 Source: NVIDIA/Megatron-LM, megatron/training/checkpointing.py (get_checkpoint_name, get_distributed_optimizer_checkpoint_name),
-core_v0.16; megatron/checkpointing.py (get_checkpoint_names), v3.0, for `model_rng.pt` and `optim.pt`.
+core_v0.16; megatron/checkpointing.py (get_checkpoint_names), v3.0, for `model_rng.pt` and `optim.pt`;
+intelligent-machine-learning/dlrover, dlrover/trainer/torch/flash_checkpoint/megatron_dist_ckpt.py, for `rank_<RRRRR>`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ SHARD_FILE = "optim.pt"
 """The optimizer of one data-parallel rank, in a directory with that rank's number at the end (2022)."""
 
 _FILE = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,5}))?(?:_(\d{3,5}))?/(model_optim_rng|model_rng|distrib_optim|optim)\.pt")
+_DLROVER_FILE = re.compile(r"rank_(\d{5})/distrib_optim\.pt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +97,10 @@ class Parallel:
 
 def parse_path(path: str) -> RankPath | None:
     """A file of this layout; None for any other. Pure."""
-    match = _FILE.fullmatch(path)
+    match = _FILE.fullmatch(path) or _DLROVER_FILE.fullmatch(path)
     return RankPath(path, tuple(int(n) for n in match.groups()[:3] if n is not None)) if match else None
 
 
 def is_shard(path: RankPath) -> bool:
-    """Whether a file is the optimizer of one data-parallel rank."""
-    return path.file_name == SHARD_FILE
+    """Whether a file is the optimizer of one data-parallel rank, whose number is the last in its name."""
+    return path.file_name == SHARD_FILE or not path.directory.startswith("mp_")

@@ -25,7 +25,7 @@ _MAIN_LISTS = {
     "encoder.layers": ("encoder_num_layers", "num_layers"),
     "transformer.layers": ("num_layers",),
 }
-"""The end of the name of a list of layers, and the arguments that state its length."""
+"""The lists of layers of a language model, and the arguments that state their length."""
 
 Cell = tuple[int, int]
 """(chunk, stage): the order in which layers are numbered."""
@@ -91,7 +91,7 @@ def number_layers(chunks: Iterable[Chunk], mesh: Parallel, arguments: Arguments)
 
 
 def _lengths(layers: str, arguments: Arguments) -> list[int]:
-    names = next((names for end, names in _MAIN_LISTS.items() if layers == end or layers.endswith(f".{end}")), ())
+    names = _MAIN_LISTS.get(layers.removeprefix("module.").removeprefix("language_model."), ())
     return [n for name in names if (n := arguments.number(name)) is not None]
 
 

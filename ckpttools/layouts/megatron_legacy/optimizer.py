@@ -19,7 +19,7 @@ from ckpttools.layouts.megatron_legacy.assembly import Assembly
 from ckpttools.layouts.megatron_legacy.buffers import add_buffers
 from ckpttools.layouts.megatron_legacy.grouping import Group, assign
 from ckpttools.layouts.megatron_legacy.model import Parameter, PlacedChunk
-from ckpttools.layouts.megatron_legacy.names import BUFFER_FILE, SHARD_FILE, Parallel
+from ckpttools.layouts.megatron_legacy.names import BUFFER_FILE, Parallel, is_shard
 from ckpttools.layouts.megatron_legacy.shards import Shard, TensorReader
 from ckpttools.model import Path
 from ckpttools.pickles.views import mapping_items, sequence_items
@@ -48,11 +48,11 @@ def add_optimizer(
     """Add the optimizer's state of every rank, under the names of the parameters where they can be told."""
     for shard in shards:
         rank = shard.place.rank(mesh)
-        if shard.path.file_name == BUFFER_FILE:
+        if is_shard(shard.path):
+            _add_unnamed(shard, shard.file.torch.value, shard.path.numbers[-1], assembly, reader)
+        elif shard.path.file_name == BUFFER_FILE:
             model = next((s for s in shards if s.place == shard.place and s.chunks), None)
             add_buffers(shard, _expert_flags(model), placed.get(rank, []), mesh, assembly, reader)
-        elif shard.path.file_name == SHARD_FILE:
-            _add_unnamed(shard, shard.file.torch.value, rank, assembly, reader)
         elif "optimizer" in shard.top:
             _Positions(shard, placed.get(rank, []), rank, mesh, assembly, reader).add()
 

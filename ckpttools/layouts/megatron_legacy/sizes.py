@@ -44,6 +44,9 @@ def _vocabulary(arguments: Arguments, mesh: Parallel, embedding: TensorEntry) ->
     """The rows of the embedding are the padded vocabulary; how many of them are tokens, only the arguments can tell."""
     rows = embedding.spec.shape[0]
     padded, true = arguments.number("padded_vocab_size"), arguments.number("vocab_size")
+    hidden = arguments.number("hidden_size")
+    if hidden is not None and embedding.spec.shape[1:] not in ((), (hidden,)):
+        yield Finding(_CODE, embedding.name, f"rows of {hidden}, as args.hidden_size states", f"{list(embedding.spec.shape)}")
     if padded is not None and padded != rows:
         yield Finding(
             _CODE, embedding.name, f"{padded} rows, as args.padded_vocab_size states", f"{rows} rows on {mesh.tp} ranks"
