@@ -17,7 +17,7 @@ from typing import Any
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 READABLE_FAMILIES = ("torch", "deepspeed", "megatron")
 """Families whose layouts are written; a family enters here together with its first layout."""
-NOT_YET_READABLE = ("megatron/legacy_*", "megatron/damaged_legacy_*", "megatron/damaged_tracker_*")
+NOT_YET_READABLE: tuple[str, ...] = ()
 """Patterns of cases in such a family whose layout is not written yet."""
 
 Truth = Mapping[str, Any]
@@ -160,6 +160,8 @@ class Case:
     def _is_stored(self, name: str, entry: Truth) -> bool:
         """Whether the checkpoint holds a tensor of the memory at all, and as it was there."""
         truth, kind = self.truth, entry.get("kind", "")
+        if truth["kind"] == "legacy" and ".layers." in name:
+            return False  # the truth has layers in one tensor, and the layout has them apart
         if truth.get("zero_stage") == 3 and truth.get("model_dtype") != "fp32" and kind in ("parameter", "tied_to"):
             return False  # ZeRO 3 keeps only the fp32 master of a trained parameter
         if "exclude_frozen_parameters=True" in truth.get("note", "") and kind == "frozen_parameter":

@@ -17,6 +17,7 @@ from ckpttools.layouts import Snapshot, open_snapshot
 from ckpttools.model import TensorEntry
 from ckpttools.operations.validate import validate
 from tests.fixture_cases import FIXTURES
+from tests.layouts.contract import LayoutContract
 from tests.layouts.megatron_ranks import Model, Ranks, state_of
 from tests.unit.containers.torch_bytes import saved
 
@@ -56,6 +57,20 @@ def stacked(name: str, found: Mapping[str, bytes]) -> bytes:
     return b"".join(found[n] for _, n in parts)
 
 
+class TestContract(LayoutContract):
+    layout = "megatron_legacy"
+    family = "megatron"
+    cases = CASES
+    harmed = ("legacy_tp2_distopt", "mp_rank_01/model_optim_rng.pt")
+
+
+class TestContractOfBuffers(LayoutContract):
+    layout = "megatron_legacy"
+    family = "megatron"
+    cases = ("legacy_tp2_distopt",)
+    harmed = ("legacy_tp2_distopt", "mp_rank_01/distrib_optim.pt")
+
+
 class TestFixtures:
     @pytest.mark.parametrize("name", CASES)
     def test_whole_tensors_of_the_truth_are_there(self, name):
@@ -88,6 +103,16 @@ class TestFixtures:
             "mp_rank_01_001/model_optim_rng.pt"
         ]
         assert "incomplete" == validate(str(path)).verdict
+
+    def test_latest_passes_over_a_snapshot_without_a_rank(self, ckpttools):
+        answer = ckpttools("latest", FIXTURES / "megatron/damaged_legacy_missing_rank/ckpt", "--depth", "full")
+        assert "iter_0000100" == Path(answer.stdout.strip()).name
+
+    def test_status_names_the_iteration_that_a_tracker_points_to_and_that_is_not_there(self, ckpttools):
+        run = FIXTURES / "megatron/damaged_tracker_ahead/ckpt"
+        answer = ckpttools("status", run, "--json")
+        assert (1, True) == (answer.exit_code, "`300`: no such snapshot" in answer.said)
+        assert "iter_0000200" == Path(ckpttools("latest", run).stdout.strip()).name
 
     def test_rules_are_shown(self, ckpttools):
         answer = ckpttools("inspect", FIXTURES / "megatron/legacy_tp2_mcore/ckpt/iter_0000100", "--tensors", "--rules")

@@ -139,7 +139,8 @@ def _starts(buffer: FlatBuffer, parameters: Sequence[Parameter], arguments: Argu
     own_bucket = [p.name.endswith(("embedding.word_embeddings.weight", *TIED_OUTPUTS)) for p in parameters]
     ranks = arguments.number("data_parallel_size") or 1
     stated = arguments.number("ddp_bucket_size")
-    limits = (None, stated, max(_DEFAULT_BUCKET, 1_000_000 * ranks))
+    buckets = arguments.number("ddp_num_buckets")
+    limits = {None, stated, max(_DEFAULT_BUCKET, 1_000_000 * ranks), sum(sizes) // buckets if buckets else None}
     layouts = {
         tuple(lay_out(sizes, alignment, limit, own))
         for alignment in _ALIGNMENTS
