@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from ckpttools.geometry import split
+from ckpttools.geometry import shard_of
 from ckpttools.model import Box, Mesh, Path, TensorSpec
 
 AXES = ("pp", "dp", "fsdp", "ep", "tp")
@@ -125,7 +125,7 @@ def _share(runs: list[tuple[int, int]], sections: Sequence[int], parts: int, ind
         raise ValueError(f"sections of {'+'.join(map(str, sections))} do not make {length}")
     found, before = [], 0
     for section in sections:
-        offset, size = split(section, parts)[index]
+        offset, size = shard_of(section, parts, index)
         found += _clip(runs, before + offset, before + offset + size)
         before += section
     return _joined(found)
