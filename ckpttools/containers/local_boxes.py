@@ -18,6 +18,9 @@ from ckpttools.placement.held import HeldTensor
 from ckpttools.placement.local import LocalTensor, Part
 
 METADATA_KEY = "ckpttools.local_boxes"
+"""Where it stands in the metadata of a safetensors file."""
+NOTE_NAME = ".ckpttools/local_boxes.json"
+"""The member of a torch archive that it is."""
 _MAX_COUNT = 2**63 - 1
 _MAX_RANKS = 1 << 22
 

@@ -85,7 +85,7 @@ class ShardedReader:
         box = local_box(value.shape, mesh.shape, mesh.coordinate, shard_order(placements, mesh.shape, spec))
         is_partial = any("Partial" in _class_name(p) for p in placements)
         axes = Mesh(tuple(zip(mesh.names, mesh.shape, strict=True)))
-        return ShardedValue(value.shape, (Shard(box, local),), axes, prod(mesh.shape), is_partial=is_partial)
+        return ShardedValue(value.shape, (Shard(box, local),), axes, mesh.job_ranks, is_partial=is_partial)
 
     def _mesh(self, record: object) -> _DeviceMesh:
         known = self._meshes.get(id(record))
@@ -114,6 +114,8 @@ class _DeviceMesh:
     shape: tuple[int, ...]
     coordinate: tuple[int, ...]
     """Where in the mesh the rank of the file is."""
+    job_ranks: int
+    """How many ranks there are at least: a mesh of one stage of a pipeline has a part of them."""
 
 
 def _device_mesh(members: dict[str, object], rank: int, read_ints: ReadInts) -> _DeviceMesh:
@@ -122,21 +124,25 @@ def _device_mesh(members: dict[str, object], rank: int, read_ints: ReadInts) -> 
     if "mesh" in members:
         ranks = read_tensor(members["mesh"])
         shape, flat = ranks.shape, tuple(read_ints(ranks))
+        rank_map = flat
     else:
         axes = _layout_axes(attributes(members["_layout"]) or {})
         rank_map = _ints(members.get("_flatten_rank_map") or read_ints(read_tensor(members["_rank_map"])))
         shape = tuple(prod(n for n, _ in axis) for axis in axes)
-        flat = _ranks_of_layout(axes, rank_map)
+        flat = _ranks_of_layout(axes, rank_map, 0)
+        if rank not in flat and rank in rank_map:  # a slice of a larger mesh: the one of its copies that has the rank
+            place = rank_map.index(rank)
+            flat = _ranks_of_layout(axes, rank_map, place - sum(place // s % n * s for axis in axes for n, s in axis))
     labels = sequence_items(names) if names is not None else None
     named = tuple(map(str, labels or (f"dim_{i}" for i in range(len(shape)))))
-    return _DeviceMesh(named, shape, _coordinate(shape, flat, rank))
+    return _DeviceMesh(named, shape, _coordinate(shape, flat, rank), max(rank_map) + 1)
 
 
 @lru_cache(maxsize=8)
-def _ranks_of_layout(axes: tuple[_Axis, ...], rank_map: tuple[int, ...]) -> tuple[int, ...]:
-    """Rank at each coordinate, row-major; the files of all ranks state the same. Pure."""
+def _ranks_of_layout(axes: tuple[_Axis, ...], rank_map: tuple[int, ...], start: int) -> tuple[int, ...]:
+    """Rank at each coordinate, row-major, the first being at place `start` of the map; most files state the same. Pure."""
     places = [[sum(i * s for i, (_, s) in zip(c, axis, strict=True)) for c in _coordinates(axis)] for axis in axes]
-    return tuple(rank_map[sum(offsets)] for offsets in product(*places))
+    return tuple(rank_map[start + sum(offsets)] for offsets in product(*places))
 
 
 def _coordinate(shape: Sequence[int], ranks: Sequence[int], rank: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ckpttools.containers.local_boxes import NOTE_NAME
 from ckpttools.dtypes import DType
 from ckpttools.errors import ConversionError
 from ckpttools.geometry import row_major_strides
@@ -26,8 +27,6 @@ _ALIGNMENT = 64
 _LIMIT32 = 0xFFFFFFFF
 _FLAGS = 0x0808
 _ROOT = "archive"
-NOTE_NAME = ".ckpttools/local_boxes.json"
-"""The member in which `local_boxes` says what the file's tensors are parts of."""
 
 
 def tensor_record(spec: TensorSpec, key: str) -> Object:
@@ -56,7 +55,7 @@ Storage = TensorSpec | HeldTensor | bytes
 def arrange_archive(path: str, value: object, storages: Mapping[str, Storage], *, note: bytes = b"") -> ArrangedFile:
     """The archive of a value whose tensors are `tensor_record`s with the keys of `storages`. Pure.
 
-    Args: note: bytes for a member of our own (`NOTE_NAME`), which torch does not look at; none when empty.
+    Args: note: of `local_boxes`, for a member that torch does not look at; none when empty.
     """
     archive = _Archive()
     archive.add_bytes("data.pkl", write_pickle(value, protocol=2))

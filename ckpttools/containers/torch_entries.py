@@ -7,9 +7,10 @@ replicas. A plain tensor that every rank holds is replicated: it is never concat
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from ckpttools.containers.local_boxes import LocalBox
 from ckpttools.containers.region import Region
 from ckpttools.containers.sharded_values import ShardedReader, ShardedValue
 from ckpttools.containers.torch_extents import Expansion, locate_tensor
@@ -90,12 +91,12 @@ def open_rank_file(source: Source, path: str, length_bytes: int, rank: int = 0) 
 def read_entries(files: Sequence[RankFile], *, is_rank_local: bool = False) -> Entries:
     """The entries of one file, or of one per rank.
 
-    Files in which nothing is sharded say nothing about what the ranks share: then each rank's state is its own, as it is
-    for the optimizer of FSDP1's local state dicts.
+    Files in which nothing is sharded say nothing about what the ranks share, unless a note of ours does: then each rank's
+    state is its own, as it is for the optimizer of FSDP1's local state dicts.
 
     Args: is_rank_local: each rank's state is its own (random states, data loaders); its entries are named by rank.
     """
-    reader = _Reader(len(files) > 1 and (is_rank_local or not any(_is_sharded(f.torch.value) for f in files)))
+    reader = _Reader(len(files) > 1 and (is_rank_local or not any(f.torch.note or _is_sharded(f.torch.value) for f in files)))
     for file in files:
         reader.entries.findings += file.torch.findings
         reader.entries.checksums += file.torch.checksums
@@ -126,6 +127,9 @@ class _Reader:
         if self._is_rank_local:
             prefix = (*prefix, f"rank_{file.rank}")
         self.entries.trees.setdefault(prefix, file.torch.value)
+        if file.torch.note is not None:
+            self.entries.ranks = max(self.entries.ranks, file.torch.note.mesh.ranks)
+            self.entries.mesh = self.entries.mesh if self.entries.mesh.axes else file.torch.note.mesh
         sharded = ShardedReader(file.rank, lambda t: _read_ints(file, t))
         try:
             for leaf in leaves(file.torch.value):
@@ -168,8 +172,27 @@ class _Reader:
         if isinstance(extent, Finding):
             self.entries.findings.append(extent)
             return
+        noted = file.torch.note.tensors.get(render_path(path)) if file.torch.note is not None else None
+        if noted is not None:
+            self._take_noted(file, path, value, noted, where)
+            return
         box = Box((0,) * len(value.shape), value.shape)
         self._add(file, path, value.dtype, value.shape, [(box, extent)], where, part_of)
+
+    def _take_noted(self, file: RankFile, path: Path, value: TensorValue, noted: LocalBox, where: str) -> None:
+        """The parts that a rank's own tensor is made of, as a note says."""
+        if value.shape != noted.local.shape:
+            expected, found = f"a local shape of {list(noted.local.shape)}, as the note says", f"{list(value.shape)}"
+            self.entries.findings.append(Finding("piece-mismatch", where, expected, found))
+            return
+        boxes: list[tuple[Box, Extent]] = []
+        for part in noted.local.parts:
+            place = sum(o * s for o, s in zip(part.local.offsets, value.strides, strict=True))
+            view = replace(value, shape=part.local.sizes, storage_offset=value.storage_offset + place)
+            extent = locate_tensor(file.torch, file.path, view, where, self._expansion)
+            if not isinstance(extent, Finding):  # the whole was found inside its storage
+                boxes.append((part.box, extent))
+        self._add(file, path, value.dtype, noted.shape, boxes, where)
 
     def _take_sharded(self, file: RankFile, path: Path, value: ShardedValue, where: str) -> None:
         if value.is_partial:

@@ -13,6 +13,7 @@ import struct
 import zlib
 from dataclasses import dataclass, field
 
+from ckpttools.containers.local_boxes import NOTE_NAME, LocalBoxes, parse_local_boxes
 from ckpttools.containers.region import Region
 from ckpttools.containers.torch_zip import DEFLATED, STORED, ZipDirectory, ZipRecord, read_zip
 from ckpttools.dtypes import BY_STORAGE_CLASS
@@ -51,6 +52,8 @@ class TorchFile:
     value: object = None
     storages: dict[str, StoredStorage] = field(default_factory=dict)
     is_big_endian: bool = False
+    note: LocalBoxes | None = None
+    """What the tensors are parts of, where the file says it."""
     checksums: list[StoredChecksum] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
@@ -98,6 +101,7 @@ def _read_archive(region: Region) -> TorchFile:
         folder, _, key = name.partition("/")
         if folder == "data" and key:
             file.storages[key] = _storage(region, record)
+    file.note = _read_note(region, directory, file.findings)
     pickled = directory.records.get("data.pkl")
     if pickled is None:
         file.findings.append(Finding("bad-container", region.where(), "a record `data.pkl`", "none"))
@@ -109,6 +113,20 @@ def _read_archive(region: Region) -> TorchFile:
             file.findings.append(Finding("checksum-mismatch", f"`data.pkl` in {region.where(pickled.offset)}", expected, found))
         file.value = _read_value(data, f"`data.pkl` in {region.where(pickled.offset)}", file.findings)
     return file
+
+
+def _read_note(region: Region, directory: ZipDirectory, findings: list[Finding]) -> LocalBoxes | None:
+    """The note of ours in an archive; None where there is none, and with a finding when it cannot be used."""
+    record = directory.records.get(NOTE_NAME)
+    data = _record_bytes(region, record, findings) if record is not None else None
+    if record is None or data is None:
+        return None
+    try:
+        return parse_local_boxes(data)
+    except ValueError as e:
+        where = f"`{record.name}` in {region.where(record.offset)}"
+        findings.append(Finding("bad-container", where, "what the tensors are parts of", str(e)))
+        return None
 
 
 def _byteorder(region: Region, directory: ZipDirectory, findings: list[Finding]) -> bytes:

@@ -10,10 +10,12 @@ import re
 from collections import defaultdict
 from itertools import islice, pairwise
 
+from ckpttools.containers.local_boxes import LocalBoxes
 from ckpttools.containers.torch_entries import open_rank_file, read_entries
 from ckpttools.findings import Finding
 from ckpttools.layouts.base import Contents, Part, Peek
 from ckpttools.layouts.families import MODEL, RANK_LOCAL, family_of_stem
+from ckpttools.layouts.per_rank.write import arrange_ranks
 from ckpttools.model import FileEntry
 from ckpttools.storage.source import Listing, Source
 
@@ -28,6 +30,8 @@ class PerRank:
 
     name = "per_rank"
     looks_for = "`<family>_world_size_<W>_rank_<R>.pt`, `<family>_rank<R>.pt` or .bin, one file per rank"
+
+    arrange_ranks = staticmethod(arrange_ranks)
 
     def sniff(self, listing: Listing, peek: Peek) -> list[Part]:
         """One part per family of files that differ only in their rank."""
@@ -49,6 +53,7 @@ class PerRank:
         if digits and entries.ranks > 1 and entries.ranks != ranks:
             expected, found = f"tensors of {ranks} ranks, as the file names say", f"tensors of {entries.ranks} ranks"
             findings.append(Finding("rank-mismatch", part.files[0], expected, found))
+        findings += [_misplaced(f.path, f.rank, f.torch.note) for f in files if f.torch.note and f.torch.note.rank != f.rank]
         role = "data" if part.family == MODEL else "objects"
         return Contents(
             tensors=tuple(entries.tensors),
@@ -63,6 +68,10 @@ class PerRank:
 
 
 LAYOUT = PerRank()
+
+
+def _misplaced(path: str, rank: int, note: LocalBoxes) -> Finding:
+    return Finding("rank-mismatch", path, f"the file of rank {rank}", f"what rank {note.rank} of {note.mesh} holds")
 
 
 def _match(path: str) -> re.Match[str] | None:
