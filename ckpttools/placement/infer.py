@@ -195,4 +195,5 @@ def _merged(groups: Mapping[str, Mapping[str, tuple[Rule, ...]]]) -> list[Rule]:
 
 def _general(name: str) -> str:
     """The pattern of a name and of those that differ from it in numbers alone."""
-    return ".".join("*" if re.fullmatch(r"[0-9]+", part) else part for part in exact_glob(name).split("."))
+    parts = exact_glob(name).removeprefix("^").split(".")
+    return "^" + ".".join("*" if re.fullmatch(r"[0-9]+", part) else part for part in parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpttools.geometry import split
@@ -17,8 +17,8 @@ class StagePlan:
 
     rules: RuleSet
     stage_count: int
-    before: tuple[int, ...]
-    """Per stack of layers: how many layers the stacks before it have."""
+    order: Mapping[tuple[int, int], int]
+    """(stack, layer) -> place among all the layers that there are."""
     blocks: tuple[int, ...]
     """Layers of each stage."""
     tied: frozenset[int]
@@ -30,7 +30,7 @@ class StagePlan:
             return (0,), ""
         place = self.rules.layer_of(name)
         if place is not None:
-            stage = self._stage(self.before[place[0]] + place[1])
+            stage = self._stage(self.order.get(place, len(self.order)))
             return (stage,), f"stage {stage}, layer {place[1]}"
         name, last = unwrapped(name), self.stage_count - 1
         stages = self.rules.stages
@@ -60,12 +60,9 @@ def plan_stages(
 
     Args: layers_per_stage: how many layers each stage has, in place of equal blocks; empty for these.
     """
-    layers = [0] * len(rules.stages.layers)
-    for name in names:
-        place = rules.layer_of(name)
-        if place is not None:
-            layers[place[0]] = max(layers[place[0]], place[1] + 1)
-    total = sum(layers)
+    # numbers may begin anywhere and leave some out: a DeepSpeed pipeline counts embeddings and norms, too
+    found = sorted({place for name in names if (place := rules.layer_of(name)) is not None})
+    total = len(found)
     why = "" if total else "no rule says which tensors are layers, so there is nothing to divide into stages"
     requirements.ask(Constraint(("pp",), max(total, 1), "layers", is_limit=True, why=why))
     blocks = tuple(layers_per_stage)
@@ -74,8 +71,8 @@ def plan_stages(
         requirements.fault("the layers per stage do not fit", expected, f"{len(blocks)} that make {sum(blocks)}")
     if not blocks:
         blocks = equal_blocks(total, stage_count)
-    before = tuple(sum(layers[:i]) for i in range(len(layers)))
-    return StagePlan(rules, stage_count, before, blocks, _tied(names, rules))
+    order = {place: i for i, place in enumerate(found)}
+    return StagePlan(rules, stage_count, order, blocks, _tied(names, rules))
 
 
 def equal_blocks(layers: int, stages: int) -> tuple[int, ...]:

@@ -236,6 +236,15 @@ class TestRefusals:
         assert said in problem.message
         assert problem.expected == "some of pp, dp, fsdp, ep, tp"
 
+    def test_layers_and_experts_of_an_unknown_model_are_divided_all_the_same(self) -> None:
+        tensors = [tensor(f"blocks.{i}.moe.experts.deepspeed_experts.{e}.0.weight", 4, 4) for i in (2, 3) for e in range(2)]
+        found = on("pp=2,ep=2", [*tensors, tensor("head.weight", 4, 4)], None)
+        assert found.problems == ()
+        assert [dict(t.placement.held_at) for t in found.tensors] == [
+            *({"pp": (stage,), "ep": (e,)} for stage in (0, 1) for e in (0, 1)),
+            {},
+        ]
+
     @pytest.mark.parametrize("mesh", ["tp=2", "ep=2", "pp=2"])
     def test_an_axis_that_divides_nothing_is_refused(self, mesh: str) -> None:
         (problem,) = on(mesh, [tensor("w", 4, 4)], None).problems

@@ -58,16 +58,18 @@ def test_the_mesh_of_a_source_gives_its_boxes_again(case: str, mesh: str) -> Non
 @pytest.mark.parametrize(
     ("case", "mesh"),
     [
-        ("legacy_lm_tp2/ckpt/iter_0000100", "tp=2"),
-        ("legacy_lm_tp2_pp2_gqa/ckpt/iter_0000100", "tp=2,pp=2"),
-        ("legacy_tp2_mcore/ckpt/iter_0000100", "tp=2"),
-        ("legacy_tp2_pp2_mcore/ckpt/iter_0000200", "tp=2,pp=2"),
-        ("legacy_tp2_distopt/ckpt/iter_0000100", "tp=2"),
+        ("deepspeed/bloom_tp2_pp2/ckpt/global_step6", "tp=2,pp=2"),
+        ("deepspeed/mp2_dp2_zero1_bf16/ckpt/global_step8", "dp=2,tp=2"),
+        ("megatron/legacy_lm_tp2/ckpt/iter_0000100", "tp=2"),
+        ("megatron/legacy_lm_tp2_pp2_gqa/ckpt/iter_0000100", "tp=2,pp=2"),
+        ("megatron/legacy_tp2_mcore/ckpt/iter_0000100", "tp=2"),
+        ("megatron/legacy_tp2_pp2_mcore/ckpt/iter_0000200", "tp=2,pp=2"),
+        ("megatron/legacy_tp2_distopt/ckpt/iter_0000100", "tp=2"),
     ],
 )
 @pytest.mark.parametrize("is_inferred", [True, False], ids=["inferred", "built in"])
-def test_megatron_has_the_same_boxes(case: str, mesh: str, is_inferred: bool) -> None:
-    checkpoint = open_snapshot(str(FIXTURES / "megatron" / case)).checkpoint
+def test_megatron_and_deepspeed_have_the_same_boxes(case: str, mesh: str, is_inferred: bool) -> None:
+    checkpoint = open_snapshot(str(FIXTURES / case)).checkpoint
     model = {t.name: t for t in checkpoint.tensors if t.family == "model"}
     rules = infer(model, checkpoint.mesh) if is_inferred else choose({name: t.spec.shape for name, t in model.items()})
     found = place([(t.spec, t.path, t.family) for t in model.values()], Mesh.parse(mesh), rules)

@@ -194,6 +194,8 @@ class TestChoice:
             (["h.0.self_attention.query_key_value.weight", "word_embeddings_layernorm.weight"], "bloom"),
             (["gpt_neox.layers.0.attention.query_key_value.weight", "gpt_neox.layers.0.mlp.dense_h_to_4h.weight"], "gpt_neox"),
             (["encoder.block.0.layer.0.SelfAttention.q.weight"], "t5"),
+            (["3.self_attention.query_key_value.weight", "3.mlp.dense_h_to_4h.weight"], "megatron"),
+            (["language_model.encoder.layers.0.self_attention.query_key_value.weight", "a.mlp.dense_h_to_4h.weight"], "megatron"),
         ],
     )
     def test_the_set_is_chosen_by_the_names(self, names: list[str], chosen: str) -> None:
@@ -201,7 +203,15 @@ class TestChoice:
         assert found is not None
         assert found.name == chosen
 
-    @pytest.mark.parametrize("names", [[], ["w"], ["transformer.h.0.self_attention.query_key_value.weight"]])
+    @pytest.mark.parametrize(
+        "names",
+        [
+            [],
+            ["w"],
+            ["transformer.h.0.self_attention.query_key_value.weight", "transformer.h.0.mlp.dense_h_to_4h.weight"],  # Falcon
+            ["transformer.encoder.layers.0.self_attention.query_key_value.weight", "x.mlp.dense_h_to_4h.weight"],  # ChatGLM
+        ],
+    )
     def test_names_that_no_set_knows_choose_none(self, names: list[str]) -> None:
         assert choose(dict.fromkeys(names, ())) is None
 
