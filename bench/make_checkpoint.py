@@ -2,7 +2,8 @@
 
     python bench/make_checkpoint.py OUT --gigabytes 2 --ranks 4 --cut rows|columns
 
-OUT/dcp is the sharded checkpoint (torch.distributed.checkpoint), OUT/full.pt the same weights in one torch file.
+OUT/dcp is the sharded checkpoint (torch.distributed.checkpoint), OUT/full.pt the same weights in one torch file, OUT/next.pt what
+another step of training would have made of them: nearly every element changed a little.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ def shapes(gigabytes: float) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def values(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+def values(name: str, shape: tuple[int, ...], step: int = 0) -> torch.Tensor:
     """The same random values on every rank and in every cut."""
     generator = torch.Generator().manual_seed(sum(name.encode()) * 7919 + len(name))
-    return torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=generator).view(torch.bfloat16)
+    found = torch.randn(shape, generator=generator)
+    return (found + torch.randn(shape, generator=generator) * 0.02 * step).bfloat16()
 
 
 def write(rank: int, ranks: int, out: Path, gigabytes: float, cut: str) -> None:
@@ -55,7 +57,9 @@ def write(rank: int, ranks: int, out: Path, gigabytes: float, cut: str) -> None:
         state[name] = DTensor.from_local(local, mesh, [placement], shape=full.shape, stride=full.stride(), run_check=False)
     dcp.save({"model": state}, checkpoint_id=out / "dcp")
     if rank == 0:
-        torch.save({"model": {name: values(name, shape) for name, shape in shapes(gigabytes).items()}}, out / "full.pt")
+        for step, file in enumerate(("full.pt", "next.pt")):
+            state = {name: values(name, shape, step) for name, shape in shapes(gigabytes).items()}
+            torch.save({"model": state}, out / file)
     dist.destroy_process_group()
 
 

@@ -15,7 +15,6 @@ torch-free installation casts too. Read `_translate`, which does any pair slowly
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import lru_cache
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttools.dtypes import DType
 from ckpttools.errors import ConversionError
+from ckpttools.storage.buffer import Buffer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -120,24 +120,22 @@ class Caster:
         self._source = _FORMATS[source.name]
         self._target = _FORMATS[target.name]
         self._step = _step(source.name, target.name)
-        self._memory: mmap.mmap | None = None
+        self._memory = Buffer()
 
     def cast(self, view: memoryview) -> tuple[memoryview, CastCounts]:
         """The values of `view` in the target dtype, valid until the next call, and what was lost."""
         import numpy as np
 
         counts = CastCounts()
-
         codes = np.frombuffer(view, self._source.code_type)
         length_bytes = codes.size * self._target.bits // 8
-        if self._memory is None or len(self._memory) < length_bytes:
-            self._memory = mmap.mmap(-1, max(length_bytes, mmap.PAGESIZE))  # page-aligned, as fast hashing needs
-        out = np.frombuffer(self._memory, self._target.code_type, codes.size)
+        made = self._memory.view(length_bytes)
+        out = np.frombuffer(made, self._target.code_type, codes.size)
         for start in range(0, codes.size, _CHUNK):
             kinds = self._step(codes[start : start + _CHUNK], out[start : start + _CHUNK])
             if kinds is not None and kinds.any():
                 counts += CastCounts(*(int(np.count_nonzero(kinds == kind)) for kind in range(_OVERFLOWED, 5)))
-        return memoryview(self._memory)[:length_bytes], counts
+        return made, counts
 
 
 _Step = Callable[["Codes", "Codes"], "Codes | None"]

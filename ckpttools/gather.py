@@ -7,7 +7,6 @@ a scatter in memory, and each source byte is read once. Read `Gather.stream` and
 
 from __future__ import annotations
 
-import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from math import prod
@@ -18,6 +17,7 @@ from ckpttools.errors import ConversionError, FindingsError
 from ckpttools.findings import Finding
 from ckpttools.geometry import BoxIndex, is_row_major, is_tiled, row_major_strides, span_elements, tiles
 from ckpttools.model import VOID, Box, Encoding, Extent, Piece, TensorEntry
+from ckpttools.storage.buffer import Buffer
 from ckpttools.storage.decoding import DecodedStream
 from ckpttools.storage.source import Source
 
@@ -45,8 +45,8 @@ class Gather:
         self._source = source
         self._tile_bytes = max(64 << 10, min(_TILE_BYTES, memory_bytes // 4))
         self._strided_tile_bytes = max(self._tile_bytes, min(_STRIDED_TILE_BYTES, memory_bytes // 3))
-        self._tile = _Buffer()
-        self._scratch = _Buffer()
+        self._tile = Buffer()
+        self._scratch = Buffer()
         self._decoders: OrderedDict[tuple[str, Encoding], DecodedStream] = OrderedDict()
         self._watch: Watch | None = None
 
@@ -159,19 +159,6 @@ class Gather:
             self._decoders[key] = DecodedStream(self._source, file, encoding)
         self._decoders.move_to_end(key)
         return self._decoders[key]
-
-
-class _Buffer:
-    """Memory that is kept and grows: a fresh page costs far more than a used one (measured: 10 times)."""
-
-    def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
-
-    def view(self, length_bytes: int) -> memoryview:
-        """The first `length_bytes` bytes; page-aligned, which hashing twice as fast needs."""
-        if self._memory is None or len(self._memory) < length_bytes:
-            self._memory = mmap.mmap(-1, max(length_bytes, mmap.PAGESIZE))
-        return memoryview(self._memory)[:length_bytes]
 
 
 def _cell(dtype: DType) -> Any:

@@ -10,11 +10,12 @@ from ckpttools.digest import Hasher, new_hasher
 from ckpttools.dtypes import DType
 from ckpttools.execute.crew import StoppedError
 from ckpttools.execute.records import TensorRecord
-from ckpttools.execute.scatter import Scatter, Scratch
+from ckpttools.execute.scatter import Scatter
 from ckpttools.execute.sink import Sink
 from ckpttools.gather import Gather, Watch
 from ckpttools.model import Box
 from ckpttools.plan import PlannedTensor
+from ckpttools.storage.buffer import Buffer
 from ckpttools.storage.source import Source
 
 _BUFFER_BYTES = 1 << 20
@@ -41,8 +42,8 @@ class Flow:
         self._watch = watch
         self._stop = stop
         self._casters: dict[tuple[DType, DType], Caster] = {}
-        self._buffer = Scratch()
-        self._scratch = Scratch()
+        self._buffer = Buffer()
+        self._scratch = Buffer()
         self.progress = progress
         """To be told how many bytes were written (or read back)."""
 

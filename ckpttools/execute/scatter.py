@@ -7,7 +7,6 @@ of such a box is a run of the slot too: every slot is written from its first byt
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,25 +14,13 @@ from ckpttools.dtypes import DType
 from ckpttools.execute.sink import Sink
 from ckpttools.geometry import BoxIndex, flat_range_to_boxes, is_row_major, row_major_strides
 from ckpttools.model import Box
-
-
-class Scratch:
-    """Memory that is kept and grows; page-aligned, as fast hashing needs."""
-
-    def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
-
-    def view(self, length_bytes: int) -> memoryview:
-        """The first `length_bytes` bytes."""
-        if self._memory is None or len(self._memory) < length_bytes:
-            self._memory = mmap.mmap(-1, max(length_bytes, mmap.PAGESIZE))
-        return memoryview(self._memory)[:length_bytes]
+from ckpttools.storage.buffer import Buffer
 
 
 class Scatter:
     """Takes the values of a tensor in order and gives each slot its own, in order."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: DType, sinks: Sequence[tuple[Box, Sink]], scratch: Scratch) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: DType, sinks: Sequence[tuple[Box, Sink]], scratch: Buffer) -> None:
         self._shape = shape
         self._item_bytes = dtype.item_bytes
         self._index = BoxIndex([box for box, _ in sinks])

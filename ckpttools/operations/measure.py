@@ -59,7 +59,7 @@ def measure(
     *,
     numbers: int = 1,
     tolerance: Tolerance | None = None,
-    bits_differ: bool = False,
+    changed: Array | None = None,
     least_abs: float = 0,
     least_rel: float = 0,
 ) -> Measure:
@@ -68,7 +68,7 @@ def measure(
     Args:
         a, b: of one form: float32, float64, complex128, or 64-bit integers of which one may be signed.
         numbers: per element.
-        bits_differ: of every element given, so that NaN and NaN are not equal.
+        changed: whose bits differ, per element, so that NaN equals only itself; without it NaN equals NaN.
         least_abs, least_rel: only a difference larger than that is told.
     """
     import numpy as np
@@ -82,7 +82,7 @@ def measure(
             a, b = _widened(a), _widened(b)
             finite = np.isfinite(a) & np.isfinite(b)
             are_nan = np.isnan(a) & np.isnan(b)
-            differs = (a != b) if bits_differ else (a != b) & ~are_nan
+            differs = (a != b) & (~are_nan if changed is None else changed.repeat(numbers))
             odd = differs & ~finite
             distance = np.where(finite, _clamped(_distance(a, b)), 0)
             size = np.where(finite, _magnitude(b), 1)
