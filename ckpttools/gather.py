@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ckpttools.average import Averager
 from ckpttools.dtypes import DType
 from ckpttools.errors import ConversionError, FindingsError
 from ckpttools.findings import Finding
@@ -48,6 +49,7 @@ class Gather:
         self._tile = Buffer()
         self._scratch = Buffer()
         self._decoders: OrderedDict[tuple[str, Encoding], DecodedStream] = OrderedDict()
+        self._averagers: dict[DType, Averager] = {}
         self._watch: Watch | None = None
 
     def tile_bytes(self, entry: TensorEntry) -> int:
@@ -73,7 +75,11 @@ class Gather:
         box = box or entry.spec.box
         index = BoxIndex([p.box for p in entry.pieces])
         item_bytes = entry.spec.dtype.item_bytes
-        for tile in tiles(box, max(1, (tile_bytes or self.tile_bytes(entry)) // item_bytes)):
+        most_bytes = tile_bytes or self.tile_bytes(entry)
+        copies = max((len(p.mean_with) for p in entry.pieces), default=0)
+        if copies:  # each copy of a tile is held as float64 until the mean is taken
+            most_bytes //= 8 * (1 + copies)
+        for tile in tiles(box, max(1, most_bytes // item_bytes)):
             hits = [(entry.pieces[i], shared) for i, shared in index.overlapping(tile)]
             held = sum(shared.volume for _, shared in hits)
             if held != tile.volume or (len(hits) > 1 and not is_tiled(tile, [shared for _, shared in hits])):
@@ -93,11 +99,29 @@ class Gather:
             window = [slice(o - t, o - t + n) for o, t, n in zip(shared.offsets, tile.offsets, shared.sizes, strict=True)]
             where: Any = (*window, ...)  # the ellipsis keeps rank 0 an array
             part = whole[where]
-            strides = piece.extent.strides or row_major_strides(piece.box.sizes)
-            self._fill(part, piece.extent, _start(piece, shared, strides), shared.sizes, strides)
-            for transform in piece.extent.transforms:
-                _transform(part, dtype, transform)
+            self._fill_logical(part, dtype, piece.extent, piece, shared)
+            if piece.mean_with:
+                part[...] = self._mean(np.ascontiguousarray(part), dtype, piece, shared)
         return view
+
+    def _fill_logical(self, part: Array, dtype: DType, extent: Extent, piece: Piece, shared: Box) -> None:
+        """Fill `part` with the elements of a piece that lie in `shared`, as one of its extents holds them."""
+        strides = extent.strides or row_major_strides(piece.box.sizes)
+        self._fill(part, extent, _start(piece, shared, strides), shared.sizes, strides)
+        for transform in extent.transforms:
+            _transform(part, dtype, transform)
+
+    def _mean(self, first: Array, dtype: DType, piece: Piece, shared: Box) -> Array:
+        """The mean of one copy of a box and the further ones of its piece."""
+        import numpy as np
+
+        copies = [first]
+        for extent in piece.mean_with:
+            copies.append(np.empty(shared.sizes, first.dtype))
+            self._fill_logical(copies[-1], dtype, extent, piece, shared)
+        averager = self._averagers.setdefault(dtype, Averager(dtype))
+        mean = averager.mean([c.reshape(-1).view(np.uint8).data for c in copies])
+        return np.frombuffer(mean, first.dtype).reshape(shared.sizes)
 
     def _fill(self, part: Array, extent: Extent, start: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
         """Fill `part` from a strided box whose first element is `start` elements into the extent.
@@ -170,7 +194,7 @@ def _cell(dtype: DType) -> Any:
 
 def _is_plain_run(piece: Piece, tile: Box) -> bool:
     """Whether a tile inside a piece is one run of its stored bytes, needing no transformation."""
-    if piece.extent.strides is not None or piece.extent.transforms:
+    if piece.extent.strides is not None or piece.extent.transforms or piece.mean_with:
         return False
     return is_row_major(tile.sizes, row_major_strides(piece.box.sizes))
 

@@ -97,6 +97,8 @@ class Piece:
     extent: Extent
     rank: int | None = None
     """The rank that wrote it, where the layout says."""
+    mean_with: tuple[Extent, ...] = ()
+    """Further copies of the box, when its values are to be the mean of all copies: only where a user asked for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,8 @@ class ObjectEntry:
     extent: Extent | None = None
     """Where its bytes lie, where it has a stretch of its own."""
     family: str = "model"
+    copies: tuple[Extent, ...] = ()
+    """Further copies of that stretch, in other roots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +213,16 @@ class FileEntry:
     length_bytes: int
     role: str = "companion"
     """`data` holds tensors, `manifest` describes them, `objects` holds other state, `companion` comes along
-    (config, tokenizer), `unreferenced` looks like data and nothing names it, `seal` is ours."""
+    (config, tokenizer), `unreferenced` looks like data and nothing names it, `seal` is ours, `replica` is a copy of a file
+    that another root holds too."""
     family: str = "model"
+    root: str = ""
+    """Of several roots the one that holds it."""
+
+    @property
+    def place(self) -> str:
+        """The path with its root in front; a copy in a further root has that path already."""
+        return f"{self.root}/{self.path}" if self.root and not self.path.startswith(f"{self.root}/") else self.path
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +268,8 @@ class Checkpoint:
     checksums: tuple[StoredChecksum, ...] = ()
     trees: Mapping[Path, object] = field(default_factory=dict)
     """Nested values as pickles held them, tensors in place, by the keys that lead to them: what is a list and what a dict."""
+    roots: tuple[str, ...] = ()
+    """All locations that it is spread over, `path` first; empty where it is at one."""
 
     @cached_property
     def by_name(self) -> dict[str, TensorEntry]:

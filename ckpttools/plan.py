@@ -123,6 +123,8 @@ class Plan:
     tensors: Mapping[str, PlannedTensor]
     """By output name."""
     source_files: tuple[SourceFile, ...]
+    roots: tuple[str, ...] = ()
+    """All locations of a source that is spread over several; `source` is the first."""
 
     @cached_property
     def bytes_written(self) -> int:
@@ -209,7 +211,8 @@ def make(
         files.append(PlannedFile(companion.path, companion.length_bytes, (carry,)))
     _require_paths(files)
     tensors = _plan_tensors(files, tensor_of, casts or {})
-    return Plan(checkpoint.path, tuple(files), tensors, _source_files(checkpoint, files, tensors, listing))
+    sources = _source_files(checkpoint, files, tensors, listing)
+    return Plan(checkpoint.path, tuple(files), tensors, sources, checkpoint.roots)
 
 
 def _plan_file(file: ArrangedFile) -> PlannedFile:
@@ -301,12 +304,12 @@ def _source_files(
     checkpoint: Checkpoint, files: Sequence[PlannedFile], tensors: Mapping[str, PlannedTensor], listing: Listing | None
 ) -> tuple[SourceFile, ...]:
     """The source files that are drawn on; lengths and times of the listing where there is one."""
-    paths = {p.extent.file for t in tensors.values() for p in t.source.pieces}
+    paths = {e.file for t in tensors.values() for p in t.source.pieces for e in (p.extent, *p.mean_with)}
     paths |= {s.source_file for f in files for s in f.segments if isinstance(s, Carry)}
     lengths = {f.path: f.length_bytes for f in checkpoint.files}
     found = []
     for path in sorted(paths):
-        listed = listing.files.get(path) if listing is not None else None
+        listed = listing.find(path) if listing is not None else None
         if listed is not None:
             found.append(SourceFile(path, listed.length_bytes, listed.modified_s))
         else:
@@ -317,13 +320,15 @@ def _source_files(
 def _identity(plan: Plan) -> Iterator[str]:
     """Lines that say all that decides what is written."""
     yield repr(plan.source)
+    yield from map(repr, plan.roots)
     for source in plan.source_files:
         yield repr((source.path, source.length_bytes, source.modified_s))
     for tensor in plan.tensors.values():
         spec = tensor.source.spec
         yield repr((tensor.name, spec.name, spec.dtype.name, spec.shape, tensor.dtype.name))
         for piece in tensor.source.pieces:
-            yield f"{piece.box.offsets}{piece.box.sizes}{_extent_identity(piece.extent)}"
+            extents = "".join(map(_extent_identity, (piece.extent, *piece.mean_with)))
+            yield f"{piece.box.offsets}{piece.box.sizes}{extents}"
     for file in plan.files:
         yield repr((file.path, file.length_bytes, file.is_commit_record))
         for segment in file.segments:

@@ -35,7 +35,7 @@ BLOCKS: tuple[tuple[str, ...], ...] = (
     ("layouts.base", "layouts.checks", "layouts.families"),
     ("layouts.*",),
     ("layouts",),
-    ("gather", "digest", "cast", "seal", "plan", "checksums"),
+    ("gather", "digest", "cast", "average", "seal", "plan", "checksums"),
     ("execute",),
     ("operations", "snapshots"),
     ("cli",),

@@ -346,6 +346,8 @@ def test_every_documented_field_of_inspect_is_seen_in_some_fixture(ckpttools: Ru
     seen: set[str] = set()
     for path in INSPECTED:
         seen.update(_paths(ckpttools("inspect", single_file(path), "--json", "--tensors", "--rules").document))
+    steps = FIXTURES / "torch" / "dcp_fsdp2_w2" / "ckpt"
+    seen.update(_paths(ckpttools("inspect", steps, "--root", FIXTURES / "torch" / "dcp_tp2" / "ckpt", "--json").document))
     missing = {f for f in schema_fields("ckpttools/inspect/1") if "replicas[]" not in f} - seen
     assert set() == missing
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpttools.cli import documents, options, render
-from ckpttools.cli.session import take_snapshot
+from ckpttools.cli.session import take_roots
 from ckpttools.dtypes import DType, parse_dtype
 from ckpttools.errors import ExitCode
 from ckpttools.units import render_bytes_short
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from ckpttools.operations.conversion import Conversion
 
 _EPILOG = options.examples(
-    "ckpttools consolidate checkpoint/step-1000 exported/",
     "ckpttools consolidate checkpoint/step-1000 model.safetensors --dtype bfloat16 --strip-prefix model.",
     "ckpttools consolidate checkpoint/step-1000 checkpoint.pt --format torch",
     "ckpttools consolidate checkpoint/step-1000 exported/ --max-shard-size 2GB --dry-run",
+    "ckpttools consolidate '/nodes/*/step-1000' exported/",
 )
 
+_MAX_BOXES = 8
 _LOSSES = {
     "overflowed": "values became infinite",
     "saturated": "values became the largest finite one",
@@ -51,6 +52,8 @@ def _require_one_size(dst: str, format_: str | None, *, is_single_file: bool) ->
 @click.command("consolidate", epilog=_EPILOG)
 @click.argument("src", metavar="SRC")
 @click.argument("dst", metavar="DST")
+@options.roots
+@options.replicas
 @click.option("--format", "format_", type=click.Choice(["safetensors", "torch"]), help="By DST's suffix, else safetensors.")
 @options.max_shard_size
 @click.option("--single-file", is_flag=True, help="One file, whatever its size.")
@@ -79,6 +82,8 @@ def _require_one_size(dst: str, format_: str | None, *, is_single_file: bool) ->
 def command(
     src: str,
     dst: str,
+    roots: tuple[str, ...],
+    replicas: str,
     format_: str | None,
     max_shard_size: int,
     single_file: bool,
@@ -105,17 +110,21 @@ def command(
     DST is a directory, or one file when its name ends in .safetensors, .pt, .pth, .bin or .ckpt. Nothing is computed:
     every tensor is copied, its digest compared with the source's, the output sealed, and only then given its name. Config
     and tokenizer files beside the source come along. An interrupted run goes on where it stopped when called again.
+
+    SRC may be a glob, and --root names further places, when the files of the snapshot lie on the disks of several nodes.
     """
     from ckpttools.operations.convert import consolidate
     from ckpttools.operations.select import Choice, Renaming
 
     _require_one_size(dst, format_, is_single_file=single_file)
     choice = Choice(include, exclude, weights_only, Renaming.parse(strip_prefix, rename), expand_tied, weights)
-    location = take_snapshot(src)
+    location, further = take_roots(src, roots)
     with render.late_progress("writing", is_quiet=quiet, is_verbose=verbose) as (report, set_total):
         conversion = consolidate(
             location,
             dst,
+            roots=further,
+            replicas=replicas,
             choice=choice,
             format=format_,
             max_shard_bytes=None if single_file else max_shard_size,
@@ -129,13 +138,17 @@ def command(
             progress=report,
             on_plan=lambda plan: set_total(plan.bytes_written),
         )
+    _write(conversion, is_json=is_json, is_quiet=quiet)
+    return ExitCode.OK
+
+
+def _write(conversion: Conversion, *, is_json: bool, is_quiet: bool) -> None:
     if is_json:
         render.write_json(documents.conversion(conversion))
-    elif dry_run:
+    elif conversion.seal is None:
         _write_plan(conversion)
-    elif not quiet:
+    elif not is_quiet:
         _write_summary(conversion)
-    return ExitCode.OK
 
 
 def _write_plan(conversion: Conversion) -> None:
@@ -152,6 +165,17 @@ def _write_plan(conversion: Conversion) -> None:
     render.write_data(f"{render_bytes_short(plan.bytes_written)} would be written to {conversion.destination}; {needs}")
 
 
+def _write_replicas(conversion: Conversion) -> None:
+    """What was done about copies that differ."""
+    record: dict[str, Any] = dict(conversion.replicas)
+    for row in record.get("boxes", [])[:_MAX_BOXES]:
+        taken = f"mean of {', '.join(row['taken'])}" if len(row["taken"]) > 1 else row["taken"][0]
+        render.write_data(f"replicas: {row['tensor']} at {row['offsets']}: {taken}")
+    more = len(record.get("boxes", [])) - _MAX_BOXES
+    if more > 0:
+        render.write_data(f"replicas: and {more} more, which the seal lists")
+
+
 def _write_summary(conversion: Conversion) -> None:
     for name, counts in conversion.casts.items():
         lost = [f"{getattr(counts, field)} {text}" for field, text in _LOSSES.items() if getattr(counts, field)]
@@ -159,6 +183,7 @@ def _write_summary(conversion: Conversion) -> None:
             render.write_data(f"warning: cast of {name}: {', '.join(lost)}")
     for alias, kept in conversion.selection.aliases.items():
         render.write_data(f"tied: {alias} is {kept}, written once")
+    _write_replicas(conversion)
     plan, seal = conversion.plan, conversion.seal
     tensors, files = render.count(len(plan.tensors), "tensor"), render.count(len(plan.files), "file")
     counts_text = f"{tensors}, {render_bytes_short(plan.bytes_written)} in {files}"

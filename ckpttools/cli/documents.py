@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from ckpttools.findings import Finding
-from ckpttools.model import Checkpoint, ObjectEntry, Piece, TensorEntry, TensorSpec, render_path
+from ckpttools.model import Checkpoint, FileEntry, ObjectEntry, Piece, TensorEntry, TensorSpec, render_path
 from ckpttools.operations.sealing import HashList
 from ckpttools.operations.validate import Validation
 from ckpttools.pickles.differences import ABSENT
@@ -44,13 +44,24 @@ def inspect(checkpoint: Checkpoint, *, has_tensors: bool, has_rules: bool = Fals
         "tensor_count": len(checkpoint.tensors),
         "tensor_bytes": checkpoint.tensor_bytes,
         "aliases": [list(group) for group in checkpoint.aliases],
-        "files": [{"path": f.path, "bytes": f.length_bytes, "role": f.role, "family": f.family} for f in checkpoint.files],
+        "files": [_file(f) for f in checkpoint.files],
+        **_roots(checkpoint),
     }
     if has_tensors:
         document["tensors"] = [_tensor(t) | ({"rule": t.rule} if has_rules and t.rule else {}) for t in checkpoint.tensors]
     document["objects"] = [_object(o) for o in checkpoint.objects]
     document["findings"] = findings(checkpoint.findings)
     return document
+
+
+def _file(file: FileEntry) -> dict[str, Any]:
+    described = {"path": file.path, "bytes": file.length_bytes, "role": file.role, "family": file.family}
+    return described | ({"root": file.root} if file.root else {})
+
+
+def _roots(checkpoint: Checkpoint) -> dict[str, Any]:
+    """All locations of a snapshot that is spread over several."""
+    return {"roots": list(checkpoint.roots)} if checkpoint.roots else {}
 
 
 def _tensor(entry: TensorEntry) -> dict[str, Any]:
@@ -118,6 +129,7 @@ def validate(result: Validation) -> dict[str, Any]:
         "bytes_read": result.bytes_read,
         "checksums": result.checksums,
         "findings": findings(result.findings),
+        **_roots(result.checkpoint),
     }
 
 
@@ -132,6 +144,8 @@ def conversion(result: Conversion) -> dict[str, Any]:
         "left": list(result.selection.left),
     }
     document |= result.plan.describe()
+    document |= {"roots": list(result.plan.roots)} if result.plan.roots else {}
+    document |= {"replicas": dict(result.replicas)} if result.replicas else {}
     for cast in document["casts"]:
         counts = result.casts.get(cast["tensor"])
         cast["lost"] = {f.name: getattr(counts, f.name) for f in fields(counts)} if counts is not None else None

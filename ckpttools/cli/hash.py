@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from ckpttools.cli import documents, options, render
-from ckpttools.cli.session import snapshot_bytes, take_snapshot
+from ckpttools.cli.session import snapshot_bytes, take_roots
 from ckpttools.errors import ExitCode
 
 _EPILOG = options.examples(
@@ -17,13 +17,16 @@ _EPILOG = options.examples(
 
 @click.command("hash", epilog=_EPILOG)
 @options.path
+@options.roots
 @options.algorithm
 @options.json_output
 @options.jobs
 @options.memory
 @options.quiet
 @options.verbose
-def command(path: str, algorithm: str, is_json: bool, jobs: int, memory: int, quiet: bool, verbose: bool) -> ExitCode:
+def command(
+    path: str, roots: tuple[str, ...], algorithm: str, is_json: bool, jobs: int, memory: int, quiet: bool, verbose: bool
+) -> ExitCode:
     """Print a digest per tensor, and the fingerprint of all.
 
     The digest is over the tensor's logical values alone, row-major and little-endian, so the same weights give the
@@ -32,9 +35,9 @@ def command(path: str, algorithm: str, is_json: bool, jobs: int, memory: int, qu
     """
     from ckpttools.operations.sealing import hash_tensors
 
-    location = take_snapshot(path)
-    with render.progress("hashing", snapshot_bytes(location), is_quiet=quiet, is_verbose=verbose) as report:
-        hashes = hash_tensors(location, algorithm=algorithm, jobs=jobs, memory_bytes=memory, progress=report)
+    location, further = take_roots(path, roots)
+    with render.progress("hashing", snapshot_bytes(location, further), is_quiet=quiet, is_verbose=verbose) as report:
+        hashes = hash_tensors(location, roots=further, algorithm=algorithm, jobs=jobs, memory_bytes=memory, progress=report)
     if is_json:
         render.write_json(documents.hash_list(hashes))
         return ExitCode.OK

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import click
 
 from ckpttools.cli import documents, options, render
-from ckpttools.cli.session import take_snapshot
+from ckpttools.cli.session import take_roots
 from ckpttools.errors import ExitCode
 from ckpttools.model import Checkpoint
 from ckpttools.units import render_bytes_short
@@ -17,11 +17,13 @@ _EPILOG = options.examples(
     "ckpttools inspect checkpoint/step-1000",
     "ckpttools inspect model.safetensors --tensors",
     "ckpttools inspect run/ --json --tensors",
+    "ckpttools inspect '/nodes/*/step-1000' --files",
 )
 
 
 @click.command("inspect", epilog=_EPILOG)
 @options.path
+@options.roots
 @click.option("--tensors", is_flag=True, help="List every tensor: dtype, shape, bytes, pieces.")
 @click.option("--rules", is_flag=True, help="With --tensors: by which rule the pieces of each were put together.")
 @click.option("--files", is_flag=True, help="List every file: bytes, role, family.")
@@ -30,7 +32,15 @@ _EPILOG = options.examples(
 @options.json_output
 @options.verbose
 def command(
-    path: str, tensors: bool, rules: bool, files: bool, ranks: bool, objects: bool, is_json: bool, verbose: bool
+    path: str,
+    roots: tuple[str, ...],
+    tensors: bool,
+    rules: bool,
+    files: bool,
+    ranks: bool,
+    objects: bool,
+    is_json: bool,
+    verbose: bool,
 ) -> ExitCode:
     """Say what a checkpoint is: layout, tool that wrote it, step, mesh, counts and bytes.
 
@@ -39,8 +49,8 @@ def command(
     """
     from ckpttools.layouts import open_snapshot
 
-    location = take_snapshot(path)
-    checkpoint = open_snapshot(location, is_located=tensors or objects).checkpoint
+    location, further = take_roots(path, roots)
+    checkpoint = open_snapshot(location, roots=further, is_located=tensors or objects).checkpoint
     if is_json:
         render.write_json(documents.inspect(checkpoint, has_tensors=tensors, has_rules=rules))
     else:
@@ -65,7 +75,7 @@ def _summary(checkpoint: Checkpoint) -> Iterator[str]:
     total = sum(f.length_bytes for f in checkpoint.files)
     commit = checkpoint.commit
     facts = [
-        ("path", checkpoint.path),
+        ("path", ", ".join(checkpoint.roots) or checkpoint.path),
         ("layout", checkpoint.layout),
         ("written by", checkpoint.written_by or "unknown"),
         ("step", "unknown" if checkpoint.step is None else str(checkpoint.step)),
@@ -105,7 +115,7 @@ def _objects(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _files(checkpoint: Checkpoint) -> Iterator[str]:
-    rows = [(str(f.length_bytes), f.role, f.family if f.role in ("data", "objects") else "", f.path) for f in checkpoint.files]
+    rows = [(str(f.length_bytes), f.role, f.family if f.role in ("data", "objects") else "", f.place) for f in checkpoint.files]
     yield from render.table([("bytes", "role", "family", "path"), *rows], right=(0,))
 
 

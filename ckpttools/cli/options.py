@@ -71,6 +71,20 @@ def _together(*decorators: Decorator) -> Decorator:
 
 
 path = click.argument("path", metavar="PATH")
+roots = click.option(
+    "--root",
+    "roots",
+    multiple=True,
+    metavar="PATH",
+    help="A further place with files of the same snapshot, such as the disk of another node; may be given several times.",
+)
+replicas = click.option(
+    "--replicas",
+    type=click.Choice(["compare", "first", "mean"]),
+    default="compare",
+    show_default=True,
+    help="Where copies of the same values differ: compare stops, first takes the first sound copy, mean computes the mean.",
+)
 json_output = click.option("--json", "is_json", is_flag=True, help="Print one JSON document instead of text.")
 jobs = click.option("--jobs", "-j", type=click.IntRange(1, 256), default=default_jobs, show_default="processors", help="Threads.")
 memory = click.option(

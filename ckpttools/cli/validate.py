@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import click
 
 from ckpttools.cli import documents, options, render
-from ckpttools.cli.session import snapshot_bytes, take_snapshot
+from ckpttools.cli.session import snapshot_bytes, take_roots, take_snapshot
 from ckpttools.errors import ExitCode
 from ckpttools.operations.validate import Validation
 from ckpttools.units import render_bytes_short
@@ -22,11 +22,13 @@ _EPILOG = options.examples(
     "ckpttools validate checkpoint/step-1000",
     "ckpttools validate checkpoint/step-1000 --depth commit",
     "ckpttools validate exported/ --against checkpoint/step-1000 --allow-missing",
+    "ckpttools validate /nodes/a/step-1000 --root /nodes/b/step-1000",
 )
 
 
 @click.command("validate", epilog=_EPILOG)
 @options.path
+@options.roots
 @click.option(
     "--depth",
     type=click.Choice(["commit", "structure", "full"]),
@@ -43,6 +45,7 @@ _EPILOG = options.examples(
 @options.verbose
 def command(
     path: str,
+    roots: tuple[str, ...],
     depth: str,
     against: str | None,
     allow_missing: bool,
@@ -62,11 +65,12 @@ def command(
 
     if depth != "full" and (against or finite):
         raise click.UsageError("--against and --finite read every value, so they need --depth full")
-    location = take_snapshot(path)
-    total_bytes = snapshot_bytes(location) if depth == "full" else 0
+    location, further = take_roots(path, roots)
+    total_bytes = snapshot_bytes(location, further) if depth == "full" else 0
     with render.progress("validating", total_bytes, is_quiet=quiet, is_verbose=verbose) as report:
         result = validate(
             location,
+            roots=further,
             depth=depth,
             against=take_snapshot(against) if against else None,
             allow_missing=allow_missing,

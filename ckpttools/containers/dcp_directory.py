@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ckpttools.containers.copies import distinct_copies
 from ckpttools.containers.dcp_manifest import Item, Manifest, ManifestTensor, parse_manifest
 from ckpttools.containers.safetensors_file import SafetensorsHeader, read_header
 from ckpttools.containers.shard_index import is_plain_reference
@@ -73,10 +74,23 @@ def find_directory(listing: Listing, directory: str) -> DcpDirectory | None:
     return DcpDirectory(directory, tuple(prefix + n for n in manifests), tuple(prefix + n for n in data))
 
 
+def find_rank_directories(listing: Listing) -> DcpDirectory | None:
+    """The files of directories that are named by ranks (`0`, `1`, ...), each with a manifest of its own. Pure."""
+    found = {d: one for d in listing.subdirectories() if d.isdecimal() and (one := find_directory(listing, d)) and one.manifest}
+    if not found:
+        return None
+    manifests = tuple(m for one in found.values() for m in one.manifests)
+    return DcpDirectory("", manifests, tuple(p for one in found.values() for p in one.data))
+
+
 def read_directory(source: Source, listing: Listing, found: DcpDirectory, family: str) -> DcpContents:
     """Everything the manifests state, and what is wrong with the files that they name. Raises StorageError."""
     prefix = f"{found.directory}/" if found.directory else ""
-    names = [found.manifest] if found.manifest else [p for p in found.manifests if _rank_of_manifest(p) >= 0]
+    whole = [p for p in found.manifests if p.rpartition("/")[2] == ".metadata"]
+    stated = whole or [p for p in found.manifests if _rank_of_manifest(p) >= 0]
+    versions = {p: distinct_copies(source, listing, p) for p in stated}  # several where nodes wrote manifests of their own
+    homes = {name: (path, len(copies) > 1) for path, copies in versions.items() for name in copies}
+    names = list(homes)
     if not names:
         seen = f"{len(found.data)} data files" + (" and `.metadata.tmp`" if prefix + ".metadata.tmp" in listing else "")
         finding = Finding("not-committed", f"{prefix}.metadata", "`.metadata`, which is written last", seen)
@@ -84,7 +98,7 @@ def read_directory(source: Source, listing: Listing, found: DcpDirectory, family
         return DcpContents(files=files, findings=(finding,), commit=Commit(False, "no .metadata"))
     reader = _Reader(source, listing, prefix, family)
     for name in sorted(names, key=_rank_of_manifest):
-        reader.take(parse_manifest(read(source, name, 0, listing.length_bytes(name)), name))
+        reader.take(parse_manifest(read(source, name, 0, listing.length_bytes(name)), name), name, *homes[name])
     reader.check_ranks(names, found.data)
     return reader.result(names, found.data)
 
@@ -106,6 +120,9 @@ class _Reader:
         self._source = source
         self._listing = listing
         self._prefix = prefix
+        self._manifest = ""
+        self._home = ""
+        self._beside = ""
         self._family = family
         self._findings: list[Finding] = []
         self._tensors: dict[str, ManifestTensor] = {}
@@ -119,8 +136,11 @@ class _Reader:
         self._version = ""
         self._others: dict[str, object] = {}
 
-    def take(self, manifest: Manifest) -> None:
-        """Add the rows of one manifest."""
+    def take(self, manifest: Manifest, where: str, place: str, is_of_node: bool) -> None:
+        """Add the rows of the manifest in a file, whose path in its root is `place`; of a node, it means that node's files."""
+        self._manifest = where
+        self._home = where if is_of_node else ""
+        self._beside = place[: -len(place.rpartition("/")[2])]
         self._findings += manifest.findings
         self._version = self._version or manifest.version
         self._others |= manifest.others
@@ -154,10 +174,12 @@ class _Reader:
         if extent is None:
             return
         piece = Piece(chunk, extent, _rank_of_data(item.file))
-        if chunk in self._pieces[name]:
+        if self._pieces[name].setdefault(chunk, piece).extent != extent:  # two manifests may name one and the same item
             self._replicas[name].append(piece)
-        else:
-            self._pieces[name][chunk] = piece
+
+    def _path(self, file: str) -> str:
+        """What a reference in the manifest that is being taken leads to: a file beside it."""
+        return self._listing.beside(self._home, self._beside + file)
 
     def _check_files(self, manifest: Manifest) -> None:
         """References that leave the directory, files that are absent, files shorter than their items need."""
@@ -165,21 +187,20 @@ class _Reader:
         for item in manifest.items.values():
             needed[item.file] = max(needed[item.file], item.offset + item.length)
         for file in sorted(needed):
-            path = self._prefix + file
+            path = self._path(file)
             if not is_plain_reference(file):
-                self._findings.append(Finding("reference-outside", f"{self._prefix}.metadata", "a file beside it", f"`{file}`"))
-            elif path not in self._listing or not self._listing.files[path].is_regular:
+                self._findings.append(Finding("reference-outside", self._manifest, "a file beside it", f"`{file}`"))
+            elif (listed := self._listing.find(path)) is None or not listed.is_regular:
                 self._findings.append(Finding("missing-file", path, f"a file of at least {needed[file]} bytes", "no such file"))
-            elif self._listing.length_bytes(path) < needed[file]:
-                length = self._listing.length_bytes(path)
-                code = "file-too-short" if length else "empty-file"
-                self._findings.append(Finding(code, path, f"at least {needed[file]} bytes", f"{length} bytes"))
+            elif listed.length_bytes < needed[file]:
+                code = "file-too-short" if listed.length_bytes else "empty-file"
+                self._findings.append(Finding(code, path, f"at least {needed[file]} bytes", f"{listed.length_bytes} bytes"))
                 self._used.add(path)
                 continue
             else:
                 self._used.add(path)
                 continue
-            self._bad_files.add(file)
+            self._bad_files.add(path)
 
     def _check_apart(self, manifest: Manifest) -> None:
         """Items that share bytes, which no writer makes (the safetensors dialect states offsets that are no places)."""
@@ -194,15 +215,15 @@ class _Reader:
                 if offset < end and length:
                     found = f"{before} up to byte {end}"
                     self._findings.append(
-                        Finding("extent-overlap", f"{name} in {self._prefix}{file} at byte {offset}", "items apart", found)
+                        Finding("extent-overlap", f"{name} in {self._path(file)} at byte {offset}", "items apart", found)
                     )
                 if offset + length > end:
                     end, before = offset + length, name
 
     def _item_extent(self, item: Item, name: str) -> Extent | None:
         """The stretch of an item that is a torch file; None when it cannot be read."""
-        path = self._prefix + item.file
-        if item.file in self._bad_files or item.offset + item.length > self._listing.length_bytes(path):
+        path = self._path(item.file)
+        if path in self._bad_files or item.offset + item.length > self._listing.length_bytes(path):
             return None
         if not item.transforms:
             return Extent(path, item.offset, item.length, container="torch")
@@ -247,11 +268,19 @@ class _Reader:
         """With one manifest per rank, a rank whose data is there and whose manifest is not was not finished."""
         ranks = {_rank_of_manifest(m) for m in manifests}
         if ranks == {-1}:
+            self._check_rank_directories(manifests)
             return
         wanted = {r for f in data_files if (r := _rank_of_data(f)) is not None} | set(range(max(ranks) + 1))
         for rank in sorted(wanted - ranks):
             where = f"{self._prefix}__{rank}.metadata"
             self._findings.append(Finding("missing-rank", where, f"a manifest for each of {len(wanted)} ranks", "no such file"))
+
+    def _check_rank_directories(self, manifests: Sequence[str]) -> None:
+        """Where each rank has a directory, there is one for each number up to the highest."""
+        ranks = {int(d) for m in manifests if (d := m.rpartition("/")[0]).isdecimal()}
+        for rank in sorted(set(range(max(ranks, default=-1) + 1)) - ranks):
+            found = f"{len(ranks)} of {max(ranks) + 1} directories"
+            self._findings.append(Finding("missing-rank", str(rank), f"a directory for each of {max(ranks) + 1} ranks", found))
 
     def result(self, manifests: Sequence[str], data_files: Sequence[str]) -> DcpContents:
         """Everything taken."""
@@ -261,7 +290,8 @@ class _Reader:
             pieces, replicas = tuple(self._pieces[name].values()), tuple(self._replicas[name])
             tensors.append(TensorEntry(spec, self._paths.get(name, (name,)), pieces, replicas, family=self._family))
         files = [FileEntry(m, self._listing.length_bytes(m), "manifest", self._family) for m in manifests]
-        for path in data_files:
+        copies = {c.path for path in data_files for c in self._listing.copies.get(path, ())}
+        for path in (*data_files, *sorted(copies & self._used)):
             length = self._listing.length_bytes(path)
             is_stale = path not in self._used and length > 0
             files.append(FileEntry(path, length, "unreferenced" if is_stale else "data", self._family))
@@ -271,7 +301,7 @@ class _Reader:
             tensors=tuple(tensors),
             objects=tuple(self._objects.values()),
             files=tuple(files),
-            findings=tuple(self._findings),
+            findings=tuple(dict.fromkeys(self._findings)),
             written_by=f"torch DCP {self._version}".strip(),
             commit=Commit(True, manifests[0]),
             others=self._others,

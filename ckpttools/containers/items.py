@@ -7,7 +7,7 @@ is not needed to say what a checkpoint is, so it is done when values, exact plac
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -19,7 +19,7 @@ from ckpttools.containers.torch_values import MalformedError, read_tensor
 from ckpttools.containers.trees import persistent_ids
 from ckpttools.errors import StorageError
 from ckpttools.findings import Finding
-from ckpttools.model import Checkpoint, Extent, ItemPart, Piece, StoredChecksum, TensorEntry
+from ckpttools.model import Checkpoint, Extent, ItemPart, ObjectEntry, Piece, StoredChecksum, TensorEntry
 from ckpttools.pickles.views import kind_of
 from ckpttools.storage.source import Source, is_url
 
@@ -35,7 +35,24 @@ class _Opened:
     records: dict[Extent, RankFile] = field(default_factory=dict)
     checksums: list[StoredChecksum] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    failed: dict[Extent, list[Finding]] = field(default_factory=dict)
+    """What is wrong with items that did not open, or not as they should."""
+
+    def add(self, other: _Opened) -> None:
+        """Take over what the items of another file brought to light."""
+        self.extents |= other.extents
+        self.records |= other.records
+        self.checksums += other.checksums
+        self.findings += other.findings
+        self.failed |= other.failed
+
     expansion: Expansion = field(default_factory=Expansion)
+
+    def set_apart(self, extent: Extent, start: int) -> None:
+        """Keep the findings from `start` on by themselves, when they say that something is wrong with their item."""
+        if any(f.is_error for f in self.findings[start:]):
+            self.failed[extent] = self.findings[start:]
+            del self.findings[start:]
 
 
 def locate(source: Source, checkpoint: Checkpoint) -> Checkpoint:
@@ -55,15 +72,31 @@ def locate(source: Source, checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     with ThreadPoolExecutor(_URL_THREADS if is_url(source.location) else 1) as pool:
         parts = list(pool.map(lambda file: _open_items(source, wanted[file]), sorted(wanted)))
-    extents = {k: v for part in parts for k, v in part.extents.items()}
-    records = {k: v for part in parts for k, v in part.records.items()}
+    opened = _Opened()
+    for part in parts:
+        opened.add(part)
+    objects = tuple(_with_good_copy(source, o, opened) for o in checkpoint.objects)
     located = replace(
         checkpoint,
-        tensors=tuple(_with_extents(t, extents) for t in checkpoint.tensors),
-        checksums=(*checkpoint.checksums, *(c for part in parts for c in part.checksums)),
-        findings=(*checkpoint.findings, *(f for part in parts for f in part.findings)),
+        tensors=tuple(_with_extents(t, opened.extents) for t in checkpoint.tensors),
+        objects=objects,
+        checksums=(*checkpoint.checksums, *opened.checksums),
+        findings=(*checkpoint.findings, *opened.findings, *_failures(checkpoint.tensors, opened)),
     )
-    return _with_records(located, records)
+    return _with_records(located, opened.records)
+
+
+def _with_good_copy(source: Source, entry: ObjectEntry, opened: _Opened) -> ObjectEntry:
+    """The object at the first of its copies with which nothing is wrong, when something is wrong with itself."""
+    findings = opened.failed.get(entry.extent, []) if entry.extent is not None else []
+    for copy in entry.copies if findings else ():
+        part = _open_items(source, [(copy, entry.name, None, None)])
+        opened.add(part)
+        if copy in part.records and copy not in part.failed:
+            opened.findings += [_as_difference(f, copy.file) for f in findings]
+            del opened.failed[entry.extent]  # type: ignore[arg-type]  # there are findings, so there is an extent
+            return replace(entry, extent=copy)
+    return entry
 
 
 def _open_items(source: Source, items: Sequence[tuple[Extent, str, TensorEntry | None, Piece | None]]) -> _Opened:
@@ -71,8 +104,9 @@ def _open_items(source: Source, items: Sequence[tuple[Extent, str, TensorEntry |
     opened = _Opened()
     place: object = None
     for extent, name, entry, piece in sorted(items, key=lambda item: item[0].offset):
-        if extent in opened.extents or extent in opened.records:
+        if extent in opened.extents or extent in opened.records or extent in opened.failed:
             continue
+        before = len(opened.findings)
         if place != (extent.offset, extent.length, extent.encoding):  # parts of one item follow each other
             try:
                 region = _region(source, extent)
@@ -80,6 +114,7 @@ def _open_items(source: Source, items: Sequence[tuple[Extent, str, TensorEntry |
             except StorageError as e:
                 where = f"{name} in {e.where or extent.file}"
                 opened.findings.append(Finding(e.finding_code, where, e.expected or "readable bytes", e.found or e.message))
+                opened.set_apart(extent, before)
                 place = None
                 continue
             place = (extent.offset, extent.length, extent.encoding)
@@ -89,15 +124,38 @@ def _open_items(source: Source, items: Sequence[tuple[Extent, str, TensorEntry |
                 opened.checksums.append(labelled)
             opened.expansion.add_file(file)
         if entry is None or piece is None:
-            opened.records[extent] = RankFile(extent.file, 0, region, file)
+            if file.value is not None or not any(f.is_error for f in file.findings):
+                opened.records[extent] = RankFile(extent.file, 0, region, file)
         else:
             _open_tensor(opened, region, file, extent, entry, piece)
+        opened.set_apart(extent, before)
     return opened
 
 
 def open_item(source: Source, extent: Extent) -> TorchFile:
     """The torch file that a lazy extent is. Raises StorageError."""
     return read_torch_file(_region(source, extent))
+
+
+def _failures(tensors: Sequence[TensorEntry], opened: _Opened) -> Iterator[Finding]:
+    """What is wrong with items; where nothing is wrong with another copy of the box, it is the copies that differ."""
+    failed = dict(opened.failed)
+    for entry in tensors if failed else ():
+        copies = (*entry.pieces, *entry.replicas)
+        for piece in copies:
+            sound = (p for p in copies if p.box == piece.box and p.extent not in opened.failed)
+            good = next((p for p in sound if not p.extent.container or p.extent in opened.extents), None)
+            for finding in failed.pop(piece.extent, ()):
+                yield finding if good is None else _as_difference(finding, good.extent.file)
+    for findings in failed.values():
+        yield from findings
+
+
+def _as_difference(finding: Finding, good: str) -> Finding:
+    """What is wrong with one copy, told as what it is where another is good."""
+    if not finding.is_error:
+        return finding
+    return Finding("replica-mismatch", finding.where, f"{finding.expected}, as in {good}", f"{finding.code}: {finding.found}")
 
 
 def _region(source: Source, extent: Extent) -> Region:
@@ -145,7 +203,15 @@ def _with_extents(entry: TensorEntry, extents: dict[Extent, Extent]) -> TensorEn
             if not p.extent.container or p.extent in extents
         )
 
-    return replace(entry, pieces=exact(entry.pieces), replicas=exact(entry.replicas))
+    pieces, replicas = exact(entry.pieces), list(exact(entry.replicas))
+    if len(pieces) < len(entry.pieces):  # a copy takes the place of a piece that does not open
+        lost = {p.box for p in entry.pieces} - {p.box for p in pieces}
+        for box in lost:
+            copy = next((r for r in replicas if r.box == box), None)
+            if copy is not None:
+                pieces = (*pieces, copy)
+                replicas.remove(copy)
+    return replace(entry, pieces=pieces, replicas=tuple(replicas))
 
 
 def _with_records(checkpoint: Checkpoint, records: dict[Extent, RankFile]) -> Checkpoint:

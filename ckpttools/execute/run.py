@@ -65,7 +65,7 @@ def run(
     stop, report, jobs = threading.Event(), _one_at_a_time(progress), max(1, jobs)
     with contextlib.ExitStack() as ending:
         ending.callback(target.close)
-        target.begin(overwrite=overwrite, sources=(plan.source,))
+        target.begin(overwrite=overwrite, sources=plan.roots or (plan.source,))
         records = _resume(plan, target, algorithm)
         resumed = Records(dict(records.segments), dict(records.tensors), set(records.files))
         report(sum(segment_length(plan.files[i].segments[j]) for i, j in resumed.segments))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ckpttools.containers import collector, items
+from ckpttools.containers.copies import with_copies, with_roots
 from ckpttools.errors import NotRecognisedError
 from ckpttools.findings import WARNING, Finding
 from ckpttools.layouts import dcp, dcp_hf, deepspeed, hf_bin, megatron_dist, megatron_legacy, per_rank, safetensors, torch
@@ -21,6 +22,7 @@ from ckpttools.layouts.checks import check_cover, check_names, find_aliases
 from ckpttools.layouts.families import MODEL, families_of_keys, is_known_stem
 from ckpttools.model import Checkpoint, FileEntry, Mesh, ObjectEntry, Path, TensorEntry, render_path
 from ckpttools.storage.source import Listing, Source, open_source, read
+from ckpttools.storage.union import UnionSource
 
 REGISTRY: tuple[Layout, ...] = (
     megatron_dist.LAYOUT,
@@ -52,10 +54,12 @@ class Snapshot:
     """Whether the location named one file, whose seal lies beside it."""
 
 
-def open_snapshot(location: str, *, is_located: bool = False) -> Snapshot:
+def open_snapshot(location: str, *, roots: Sequence[str] = (), is_located: bool = False) -> Snapshot:
     """What the snapshot at a location (a directory, a single file or a URL) means.
 
-    Args: is_located: open every item too, so that pieces have their exact places (`containers.items`).
+    Args:
+        roots: further places that hold files of the same snapshot, as the disks of nodes do (`storage.union`).
+        is_located: open every item too, so that pieces have their exact places (`containers.items`).
 
     Raises:
         NotFoundError: when nothing is there.
@@ -63,32 +67,54 @@ def open_snapshot(location: str, *, is_located: bool = False) -> Snapshot:
         StorageError: when the storage fails.
     """
     with collector.paused():
-        return _open(location, is_located)
+        return _open((location, *roots), is_located)
 
 
-def _open(location: str, is_located: bool) -> Snapshot:
-    source, file = open_source(location)
-    if file and _MANIFEST_NAMES.fullmatch(file):  # a manifest stands for the directory that it describes
-        location = location[: -len(file)].rstrip("/") or "."
-        source, file = open_source(location)
+def _open(locations: tuple[str, ...], is_located: bool) -> Snapshot:
+    opened = [_open_root(location) for location in locations]
+    source: Source = opened[0][0] if len(opened) == 1 else UnionSource([source for source, _, _ in opened])
+    location, roots = opened[0][2], tuple(root for _, _, root in opened)
     listing = source.listing()
     parts = sniff(source, listing)
     if not parts:
-        raise _not_recognised(location, listing)
+        raise _not_recognised(", ".join(roots), listing)
     if not any(p.family == MODEL for p in parts) and len(parts) > 1:
         _require_known(location, parts)
     checkpoint = _put_together(source, listing, parts, location)
+    if len(roots) > 1:
+        checkpoint = with_copies(source, checkpoint, listing)
+        checkpoint = replace(checkpoint, roots=roots, findings=(*checkpoint.findings, *_check_steps(roots)))
     if is_located:
         checkpoint = items.locate(source, checkpoint)
-    return Snapshot(source, listing, checkpoint, bool(file))
+    checkpoint = replace(checkpoint, findings=with_roots(checkpoint.findings, checkpoint.files))
+    return Snapshot(source, listing, checkpoint, len(roots) == 1 and bool(opened[0][1]))
 
 
-def open_checkpoint(location: str) -> Checkpoint:
+def _open_root(location: str) -> tuple[Source, str, str]:
+    """(source, file, location) of a root; a manifest stands for the directory that it describes."""
+    source, file = open_source(location)
+    if file and _MANIFEST_NAMES.fullmatch(file):
+        location = location[: -len(file)].rstrip("/") or "."
+        source, file = open_source(location)
+    return source, file, location
+
+
+def _check_steps(roots: Sequence[str]) -> list[Finding]:
+    """A finding per root whose name has another step than that of the first."""
+    steps = [(root, found.group(1)) for root in roots if (found := _STEP_IN_NAME.search(root.rstrip("/").rpartition("/")[2]))]
+    return [
+        Finding("step-mismatch", root, f"step {int(steps[0][1])}, as in {steps[0][0]}", f"step {int(step)}")
+        for root, step in steps
+        if int(step) != int(steps[0][1])
+    ]
+
+
+def open_checkpoint(location: str, *, roots: Sequence[str] = ()) -> Checkpoint:
     """What the snapshot at a location means, with the exact place of every piece; reads no tensor's values.
 
     Raises: NotFoundError, NotRecognisedError, StorageError: see `open_snapshot`.
     """
-    return open_snapshot(location, is_located=True).checkpoint
+    return open_snapshot(location, roots=roots, is_located=True).checkpoint
 
 
 def sniff(source: Source, listing: Listing) -> list[Part]:
@@ -182,14 +208,15 @@ def _named_tensor(entry: TensorEntry, path: Path, family: str) -> TensorEntry:
 
 
 def _files(listing: Listing, contents: Sequence[Contents]) -> tuple[FileEntry, ...]:
-    """Every file: those that parts claimed, ours, and companions that come along."""
+    """Every file: those that parts claimed, ours, and companions that come along; each with its root."""
     claimed = {f.path: f for c in contents for f in c.files}
     rest = [
         FileEntry(f.path, f.length_bytes, "seal" if f.path.rpartition("/")[2] == SEAL_NAME else "companion")
         for f in listing
         if f.path not in claimed
     ]
-    return tuple(sorted((*claimed.values(), *rest), key=lambda f: f.path))
+    files = sorted((*claimed.values(), *rest), key=lambda f: f.path)
+    return tuple(replace(f, root=listed.root) if (listed := listing.find(f.path)) and listed.root else f for f in files)
 
 
 def _leftovers(listing: Listing, files: Sequence[FileEntry]) -> list[Finding]:

@@ -19,6 +19,7 @@ from ckpttools.findings import Finding
 from ckpttools.layouts import SEAL_NAME, Snapshot, open_snapshot, sniff
 from ckpttools.model import ArrangedFile, Arrangement, FileEntry, TensorEntry
 from ckpttools.operations.prove import SourceProof
+from ckpttools.operations.replicas import REPLICA_HINT
 from ckpttools.operations.select import Selection
 from ckpttools.plan import Plan
 from ckpttools.seal import Seal, SealedFile, SealedPiece, render_seal
@@ -50,6 +51,8 @@ class Conversion:
     """Source tensors inside of objects that go over byte for byte."""
     resumed_bytes: int = 0
     """Bytes that an earlier, interrupted run had written."""
+    replicas: Mapping[str, object] = field(default_factory=dict)
+    """How copies that differ were settled (`operations.replicas`); empty when they had to be equal."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,8 @@ def require_whole(snapshot: Snapshot, allowed: Sequence[str]) -> None:
     if errors:
         codes = sorted({f.code for f in errors})
         hint = "--allow-findings " + " --allow-findings ".join(codes) + " goes on in spite of them"
-        raise FindingsError(f"the source is not whole: {snapshot.checkpoint.path}", errors, hints=[hint])
+        hints = [REPLICA_HINT] if codes == ["replica-mismatch"] else [hint]
+        raise FindingsError(f"the source is not whole: {snapshot.checkpoint.path}", errors, hints=hints)
 
 
 def companions(snapshot: Snapshot) -> list[FileEntry]:
@@ -172,6 +176,10 @@ def _seal(conversion: Conversion, snapshot: Snapshot, executed: Executed, inner:
     casts = {t.spec.name: t.spec.dtype.name for t in executed.tensors if t.counts is not None}
     if casts:
         origin["casts"] = casts
+    if snapshot.checkpoint.roots:
+        origin["roots"] = list(snapshot.checkpoint.roots)
+    if conversion.replicas:
+        origin["replicas"] = dict(conversion.replicas)
     step = snapshot.checkpoint.step
     return Seal(executed.algorithm, tensors, pieces, tuple(files), conversion.arrangement.layout, step, aliases, origin)
 

@@ -17,6 +17,7 @@ from ckpttools.layouts import Snapshot, open_snapshot, safetensors, torch
 from ckpttools.model import Arrangement, Path, TensorSpec
 from ckpttools.operations.conversion import Conversion, Manner, carry_out, companions, require_replaceable, require_whole
 from ckpttools.operations.nesting import sequences_of
+from ckpttools.operations.replicas import COMPARE, allowed, settle
 from ckpttools.operations.select import Choice, Selection, select
 from ckpttools.plan import Plan
 
@@ -30,6 +31,8 @@ def consolidate(
     location: str,
     destination: str,
     *,
+    roots: Sequence[str] = (),
+    replicas: str = COMPARE,
     choice: Choice | None = None,
     format: str | None = None,
     max_shard_bytes: int | None = DEFAULT_SHARD_BYTES,
@@ -46,6 +49,8 @@ def consolidate(
     """Write the tensors of the snapshot at a location as portable files, and a seal beside them.
 
     Args:
+        roots: further places that hold files of the same snapshot.
+        replicas: what to do where copies of a box differ, one of `replicas.RULES`.
         destination: a directory, or a file when its suffix says so (`.safetensors`, `.pt`, ...).
         choice: which tensors, under which names; the model's for safetensors and everything for torch unless given.
         max_shard_bytes: start another safetensors file beyond it; None for one file whatever its size.
@@ -56,9 +61,15 @@ def consolidate(
     """
     format, is_file = _target_kind(destination, format)
     require_replaceable(destination, is_file=is_file, is_overwriting=is_overwriting)
-    snapshot = open_snapshot(location, is_located=True)
+    snapshot = open_snapshot(location, roots=roots, is_located=True)
+    allowed_findings = allowed(replicas, allowed_findings)
     require_whole(snapshot, allowed_findings)
-    conversion = _plan(snapshot, destination, choice or Choice(), format, None if is_file else max_shard_bytes, dtype, is_file)
+    selection = select(snapshot.checkpoint, choice or Choice(), is_weights_only_by_default=format == "safetensors")
+    rule = COMPARE if is_dry_run else replicas  # a dry run reads no values
+    settled = settle(snapshot, selection.tensors, rule, jobs=jobs, memory_bytes=memory_bytes)
+    selection = replace(selection, tensors=settled.tensors)
+    conversion = _plan(snapshot, selection, destination, format, None if is_file else max_shard_bytes, dtype, is_file)
+    conversion = replace(conversion, replicas=settled.record)
     if on_plan is not None:
         on_plan(conversion.plan)
     if is_dry_run:
@@ -69,15 +80,14 @@ def consolidate(
 
 def _plan(
     snapshot: Snapshot,
+    selection: Selection,
     destination: str,
-    choice: Choice,
     format: str,
     max_shard_bytes: int | None,
     dtype: DType | None,
     is_file: bool,
 ) -> Conversion:
     """What will be written, to the byte."""
-    selection = select(snapshot.checkpoint, choice, is_weights_only_by_default=format == "safetensors")
     wide = parse_dtype("float32")
     specs = [
         _output_spec(name, entry.spec, dtype or (wide if name in selection.widened else None))

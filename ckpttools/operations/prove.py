@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ckpttools.checksums import ChecksumIndex, ChecksumWatch
+from ckpttools.containers.copies import compare_rest, with_roots
 from ckpttools.digest import TensorDigest
 from ckpttools.errors import FindingsError
 from ckpttools.findings import Finding
 from ckpttools.gather import Gather
 from ckpttools.layouts import Snapshot
 from ckpttools.model import Encoding, ObjectEntry, TensorEntry
+from ckpttools.operations.replicas import REPLICA_HINT
 from ckpttools.operations.scan import scan
 from ckpttools.operations.validate import read_seal
 
@@ -58,15 +60,16 @@ class SourceProof:
         findings = self._findings + self._checksums.finish(Gather(self._snapshot.source, memory_bytes=self._memory_bytes))
         if self._seal is not None:
             findings += self._differences(digests)
+        findings += compare_rest(self._snapshot.source, self._snapshot.checkpoint, self._snapshot.listing)
         replicated = [t for t in self._tensors if t.replicas]
         if replicated:
             self._scan(replicated, replicas=True)
         errors = [f for f in dict.fromkeys((*findings, *self._findings)) if f.is_error and f.code not in self._allowed]
         if errors:
             path = self._snapshot.checkpoint.path
-            raise FindingsError(
-                f"the source is damaged, so nothing was written: {path}", errors, hints=[f"ckpttools validate {path}"]
-            )
+            hints = [REPLICA_HINT] if any(f.code == "replica-mismatch" for f in errors) else [f"ckpttools validate {path}"]
+            errors = list(with_roots(errors, self._snapshot.checkpoint.files))
+            raise FindingsError(f"the source is damaged, so nothing was written: {path}", errors, hints=hints)
 
     def digests_of(self, tensors: Sequence[TensorEntry]) -> list[TensorDigest]:
         """Digests of further tensors of the source, read for it alone. Raises FindingsError where one cannot be read."""

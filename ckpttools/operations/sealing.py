@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ckpttools.containers.copies import compare_rest, with_roots
 from ckpttools.digest import TensorDigest, fingerprint
 from ckpttools.errors import FindingsError
 from ckpttools.layouts import SEAL_NAME, Snapshot, open_snapshot
@@ -26,16 +28,19 @@ class HashList:
 def hash_tensors(
     location: str,
     *,
+    roots: Sequence[str] = (),
     algorithm: str = "blake3",
     jobs: int = 1,
     memory_bytes: int = 256 << 20,
     progress: Progress | None = None,
 ) -> HashList:
-    """The digest of every tensor of the snapshot at a location, in its order.
+    """The digest of every tensor of the snapshot at a location (and further roots), in its order.
 
     Raises: FindingsError: when a tensor cannot be read whole; there is no list of a part.
     """
-    snapshot, scanned = _read_all(location, algorithm, pieces=False, jobs=jobs, memory_bytes=memory_bytes, progress=progress)
+    snapshot, scanned = _read_all(
+        location, algorithm, roots=roots, pieces=False, jobs=jobs, memory_bytes=memory_bytes, progress=progress
+    )
     digests = tuple(scanned.digests.values())
     return HashList(algorithm, digests, fingerprint(digests, algorithm), snapshot)
 
@@ -100,9 +105,16 @@ def seal_of(snapshot: Snapshot, scanned: Scan, algorithm: str) -> Seal:
 
 
 def _read_all(
-    location: str, algorithm: str, *, pieces: bool, jobs: int, memory_bytes: int, progress: Progress | None
+    location: str,
+    algorithm: str,
+    *,
+    roots: Sequence[str] = (),
+    pieces: bool,
+    jobs: int,
+    memory_bytes: int,
+    progress: Progress | None,
 ) -> tuple[Snapshot, Scan]:
-    snapshot = open_snapshot(location, is_located=True)
+    snapshot = open_snapshot(location, roots=roots, is_located=True)
     errors = [f for f in snapshot.checkpoint.findings if f.is_error]
     if errors:
         raise FindingsError(f"not whole, so not hashed: {location}", errors, hints=[f"ckpttools validate {location}"])
@@ -112,12 +124,13 @@ def _read_all(
         algorithm=algorithm,
         pieces=pieces,
         checksums=True,
-        replicas=pieces,
+        replicas=pieces or bool(roots),
         jobs=jobs,
         memory_bytes=memory_bytes,
         progress=progress,
     )
-    errors = [f for f in scanned.findings if f.is_error]
+    rest = compare_rest(snapshot.source, snapshot.checkpoint, snapshot.listing)
+    errors = [f for f in with_roots((*scanned.findings, *rest), snapshot.checkpoint.files) if f.is_error]
     if errors:
         raise FindingsError(f"not whole, so not hashed: {location}", errors, hints=[f"ckpttools validate {location}"])
     return snapshot, scanned

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ckpttools.containers.copies import compare_rest, with_roots
 from ckpttools.digest import new_hasher
 from ckpttools.errors import NotFoundError, StorageError
 from ckpttools.findings import ERROR, WARNING, Finding
@@ -45,6 +46,7 @@ class Validation:
 def validate(
     location: str,
     *,
+    roots: Sequence[str] = (),
     depth: str = "full",
     against: str | None = None,
     allow_missing: bool = False,
@@ -56,6 +58,7 @@ def validate(
     """Check the snapshot at a location as deep as asked, against its seal if it has one, and against another if given.
 
     Args:
+        roots: further places that hold files of the same snapshot.
         depth: `commit` (names and lengths), `structure` (every container opened), `full` (every byte read).
         against: a seal, a hash list, or another snapshot in any layout; compared at depth `full`.
         allow_missing: a tensor that only one side has is a note, not an error.
@@ -63,7 +66,7 @@ def validate(
 
     Raises: NotFoundError, NotRecognisedError, StorageError: when it cannot be looked at at all.
     """
-    snapshot = open_snapshot(location, is_located=depth != "commit")
+    snapshot = open_snapshot(location, roots=roots, is_located=depth != "commit")
     findings = list(snapshot.checkpoint.findings)
     seal = read_seal(snapshot, findings)
     other: Side | None = None
@@ -89,13 +92,15 @@ def validate(
     scanned = read_all(algorithm, is_checking=True) if depth == "full" else Scan()
     is_told = any(f.is_error for f in findings)  # then what is uncovered was said, or follows from what was
     findings += [f for f in scanned.findings if not (is_told and f.code in ("uncovered", "pieces-overlap"))]
+    findings += compare_rest(snapshot.source, snapshot.checkpoint, snapshot.listing) if depth == "full" else []
     if seal is not None:
         findings += _check_seal(snapshot, seal, scanned, depth, memory_bytes)
     if other is not None:  # sealed by one algorithm and compared by another takes a second pass
         again = scanned if other.algorithm == algorithm else read_all(other.algorithm, is_checking=False)
         findings += other.findings
         findings += compare(_side(snapshot, again, other.algorithm, seal), other, allow_missing=allow_missing)
-    return _validation(snapshot.checkpoint, depth, findings, scanned, is_sealed=seal is not None)
+    told = with_roots(findings, snapshot.checkpoint.files)
+    return _validation(snapshot.checkpoint, depth, told, scanned, is_sealed=seal is not None)
 
 
 def _validation(checkpoint: Checkpoint, depth: str, findings: Sequence[Finding], scanned: Scan, *, is_sealed: bool) -> Validation:

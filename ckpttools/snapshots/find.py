@@ -6,9 +6,10 @@ A name tells a step; whether a snapshot is committed is told by its layout. Modi
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckpttools.errors import FindingsError, NotRecognisedError, RefusedError
+from ckpttools.errors import FindingsError, NotRecognisedError, RefusedError, UsageError
 from ckpttools.layouts import open_snapshot, sniff
 from ckpttools.snapshots.names import is_number, parse_step
 from ckpttools.snapshots.runs import Run, candidates, run_of
@@ -23,37 +24,65 @@ class Resolved:
 
     location: str
     notes: tuple[str, ...] = ()
+    roots: tuple[str, ...] = ()
+    """Further places that hold files of it."""
 
 
-def resolve(location: str) -> Resolved:
+def resolve(location: str, roots: Sequence[str] = ()) -> Resolved:
     """The location itself when it is a snapshot; for a run directory its newest committed snapshot.
 
-    Raises: NotFoundError, StorageError. FindingsError: for a run in which no snapshot is committed.
+    With further roots each is a place of the same snapshot, or each a run directory; then it is the newest snapshot that is
+    whole in all of them together.
+
+    Raises: NotFoundError, StorageError. UsageError: when some roots are run directories and others snapshots.
+        FindingsError: for a run in which no snapshot is committed.
     """
-    _, file = open_source(location)
-    if file:
-        return Resolved(location)
-    tree = read_tree(location)
-    found = sorted(candidates(tree), key=lambda c: (-c[1], c[0]))
-    if not found or is_snapshot(tree, [path for path, _ in found]):
-        return Resolved(location)
+    locations = (location, *roots)
+    runs = {place: found for place in locations if (found := _steps(place))}
+    if not runs:
+        return Resolved(location, (), tuple(roots))
+    if len(locations) > 1:
+        _require_runs([place for place in locations if place not in runs], next(iter(runs)))
+    steps = {path: step for found in runs.values() for path, step in found}
     notes: list[str] = []
     last: NotRecognisedError | FindingsError | None = None
-    for path, _ in found:
-        inner = f"{location.rstrip('/')}/{path}"
+    for path in sorted(steps, key=lambda path: (-steps[path], path)):
+        holders = [place for place in runs if any(path == known for known, _ in runs[place])]
+        inner = [f"{place.rstrip('/')}/{path}" for place in holders]
+        share = f" (in {len(holders)} of {len(locations)} roots)" if len(locations) > 1 else ""
         try:
-            checkpoint = open_snapshot(inner).checkpoint
+            checkpoint = open_snapshot(inner[0], roots=inner[1:]).checkpoint
         except NotRecognisedError as e:
-            notes.append(f"passed over {path}: {e.message}")
+            notes.append(f"passed over {path}{share}: {e.message}")
             last = e
             continue
         absent = [f for f in checkpoint.findings if f.is_error and f.is_incompleteness]
         if checkpoint.commit.is_committed and not absent:
-            notes.append(f"{location} is a run directory; took its newest committed snapshot, {path}")
-            return Resolved(inner, tuple(notes))
-        notes.append(f"passed over {path}: not committed")
+            kind = "is a run directory" if len(locations) == 1 else f"and {len(roots)} more are run directories"
+            notes.append(f"{location} {kind}; took its newest committed snapshot, {path}{share}")
+            return Resolved(inner[0], tuple(notes), tuple(inner[1:]))
+        why = f"not complete: {absent[0].where}: {absent[0].found}" if absent and share else "not committed"
+        notes.append(f"passed over {path}{share}: {why}")
         last = FindingsError(f"no committed snapshot in run directory: {location}", absent or checkpoint.findings)
     raise last if last is not None else NotRecognisedError(f"no snapshot in run directory: {location}")
+
+
+def _steps(location: str) -> list[tuple[str, int]]:
+    """Path and step of the snapshots in a run directory; none for what is no run directory."""
+    _, file = open_source(location)
+    if file:
+        return []
+    tree = read_tree(location)
+    found = sorted(candidates(tree), key=lambda c: (-c[1], c[0]))
+    return [] if not found or is_snapshot(tree, [path for path, _ in found]) else found
+
+
+def _require_runs(others: Sequence[str], run: str) -> None:
+    """Refuse a snapshot among run directories; a node that saved nothing is none."""
+    for place in others:
+        if open_source(place)[1] or is_snapshot(read_tree(place), []):
+            hint = "name the same directory of every node: the run's, or that of one snapshot"
+            raise UsageError(f"one root is a run directory and another a snapshot: {run} and {place}", hints=[hint])
 
 
 def require_run(location: str, *, pattern: re.Pattern[str] | None = None) -> Run:

@@ -13,7 +13,7 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import unquote
@@ -37,29 +37,55 @@ class ListedFile:
     """Seconds since the epoch; None where the store does not tell."""
     is_regular: bool = True
     """False for devices, pipes, sockets and links that lead nowhere; such files are never opened."""
+    root: str = ""
+    """Of several roots the one that holds it (`storage.union`)."""
 
 
 class Listing:
     """The files below a root, by relative path."""
 
-    def __init__(self, files: list[ListedFile], *, directories: tuple[str, ...] = (), is_one_file: bool = False) -> None:
+    def __init__(
+        self,
+        files: list[ListedFile],
+        *,
+        directories: tuple[str, ...] = (),
+        is_one_file: bool = False,
+        copies: Mapping[str, tuple[ListedFile, ...]] | None = None,
+    ) -> None:
         self.files: dict[str, ListedFile] = {f.path: f for f in sorted(files, key=lambda f: f.path)}
         self.directories = directories
         self.is_one_file = is_one_file
         """Whether a single file was asked for, whatever lies beside it."""
+        self.copies = dict(copies or {})
+        """Of several roots: what further roots hold under a path of `files`, each under a path of its own."""
+        self._copies = {c.path: c for further in self.copies.values() for c in further}
 
     def __iter__(self) -> Iterator[ListedFile]:
         return iter(self.files.values())
 
     def __contains__(self, path: str) -> bool:
-        return path in self.files
+        return path in self.files or path in self._copies
 
     def __len__(self) -> int:
         return len(self.files)
 
+    def find(self, path: str) -> ListedFile | None:
+        """A listed file, or a copy of one by the path that it has as a copy; None for what is not listed."""
+        return self.files.get(path) or self._copies.get(path)
+
     def length_bytes(self, path: str) -> int:
         """Length of a listed file. Raises KeyError for one that is not listed."""
-        return self.files[path].length_bytes
+        return (self._copies.get(path) or self.files[path]).length_bytes
+
+    def beside(self, file: str, path: str) -> str:
+        """What a reference to `path` in `file` means: the copy in the root of `file`, where that root holds one.
+
+        So a manifest that a node wrote for itself is read with the files of that node, although others have files of
+        the same names. With one root it is `path` itself.
+        """
+        home = self.find(file)
+        copies = self.copies.get(path, ()) if home is not None else ()
+        return next((c.path for c in copies if home is not None and c.root == home.root), path)
 
     def in_directory(self, directory: str) -> list[ListedFile]:
         """The files directly in `directory` ("" for the root)."""

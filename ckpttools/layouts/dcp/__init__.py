@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ckpttools.containers.dcp_arrange import Chunk, ObjectItem, arrange_directory
-from ckpttools.containers.dcp_directory import find_directory, read_directory
+from ckpttools.containers.dcp_directory import find_directory, find_rank_directories, read_directory
 from ckpttools.containers.torch_archive import object_archive
 from ckpttools.errors import ConversionError
 from ckpttools.layouts.base import Contents, Part, Peek
@@ -32,7 +32,7 @@ class Dcp:
     looks_for = "`.metadata` or `__<rank>.metadata` beside `__<rank>_<n>.distcp`"
 
     def sniff(self, listing: Listing, peek: Peek) -> list[Part]:
-        """The root when it holds DCP files; else the directories of accelerate: `pytorch_model_fsdp_0`, `optimizer_0`."""
+        """The root when it holds DCP files; else the directories of accelerate (`pytorch_model_fsdp_0`) or those of ranks."""
         root = self._part(listing, "", "model")
         if root is not None:
             return [root]
@@ -42,7 +42,8 @@ class Dcp:
             part = self._part(listing, directory, family) if family else None
             if part is not None:
                 parts.append(part)
-        return parts
+        ranks = find_rank_directories(listing) if not parts else None
+        return [Part(self.name, "model", ranks.files, ranks.manifest)] if ranks is not None else parts
 
     def _part(self, listing: Listing, directory: str, family: str) -> Part | None:
         found = find_directory(listing, directory)
@@ -50,7 +51,7 @@ class Dcp:
 
     def read(self, source: Source, listing: Listing, part: Part) -> Contents:
         """Everything `.metadata` states, held against the files that are there. Opens no item."""
-        found = find_directory(listing, part.directory)
+        found = find_directory(listing, part.directory) or find_rank_directories(listing)
         if found is None:
             return Contents()
         read = read_directory(source, listing, found, part.family)

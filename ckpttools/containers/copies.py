@@ -1,0 +1,186 @@
+"""Files that several roots of a snapshot hold: copies are replicas, and must hold the same bytes.
+
+Of the tensors in a copied file every copy is a replica, which whoever reads values compares. The bytes around them (headers,
+pickles, manifests) are compared here. Start with `with_copies` and `compare_rest`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from ckpttools.containers.region import Region
+from ckpttools.containers.torch_file import read_torch_file
+from ckpttools.errors import StorageError
+from ckpttools.findings import WARNING, Finding
+from ckpttools.model import Checkpoint, FileEntry, ObjectEntry, Piece, StoredChecksum, TensorEntry
+from ckpttools.storage.source import ListedFile, Listing, Source, read
+
+_BLOCK_BYTES = 1 << 20
+
+
+def distinct_copies(source: Source, listing: Listing, path: str) -> list[str]:
+    """A file, and those of its copies that hold other bytes than the file and the copies before them. Raises StorageError."""
+    distinct = [path]
+    for copy in listing.copies.get(path, ()):
+        length = copy.length_bytes
+        same = (p for p in distinct if listing.length_bytes(p) == length)
+        if all(_first_difference(source, p, copy.path, 0, length) is not None for p in same):
+            distinct.append(copy.path)
+    return distinct
+
+
+def with_copies(source: Source, checkpoint: Checkpoint, listing: Listing) -> Checkpoint:
+    """The checkpoint with the copies of its files: their tensors as replicas, and a finding where a copy is laid out otherwise.
+
+    A copy that the layout read as a file of its own (the data that a node's own manifest names) is not touched.
+
+    Raises: StorageError: when the storage fails.
+    """
+    if not listing.copies:
+        return checkpoint
+    claimed = {f.path for f in checkpoint.files}
+    roles = {f.path: f for f in checkpoint.files}
+    alike: dict[str, list[str]] = {}
+    entries: list[FileEntry] = []
+    findings: list[Finding] = []
+    for path, copies in listing.copies.items():
+        for copy in (c for c in copies if c.path not in claimed):
+            entries.append(FileEntry(copy.path, copy.length_bytes, "replica", roles[path].family, copy.root))
+            if copy.length_bytes == listing.length_bytes(path) and copy.is_regular:
+                alike.setdefault(path, []).append(copy.path)
+            else:
+                findings.append(_other_length(listing.files[path], copy, roles[path]))
+    checksums, bad = _own_checksums(source, checkpoint.checksums, alike, listing)
+    findings += bad
+    return replace(
+        checkpoint,
+        tensors=tuple(_with_replicas(t, alike) for t in checkpoint.tensors),
+        objects=tuple(_with_extents(o, alike) for o in checkpoint.objects),
+        files=tuple(sorted((*checkpoint.files, *entries), key=lambda f: f.path)),
+        findings=(*checkpoint.findings, *findings),
+        checksums=(*checkpoint.checksums, *checksums),
+    )
+
+
+def _other_length(file: ListedFile, copy: ListedFile, entry: FileEntry) -> Finding:
+    where = f"{file.root}/{file.path} and {copy.path}"
+    found = f"{copy.length_bytes} bytes" if copy.is_regular else "no regular file"
+    return Finding("replica-mismatch", where, f"{file.length_bytes} bytes", found, severity=_severity(entry))
+
+
+def _severity(entry: FileEntry) -> str:
+    """Logs and configuration that each node wrote for itself do not keep anyone from the tensors."""
+    return WARNING if entry.role in ("companion", "unreferenced", "seal") else ""
+
+
+def _with_replicas(entry: TensorEntry, alike: dict[str, list[str]]) -> TensorEntry:
+    further = [
+        Piece(piece.box, replace(piece.extent, file=path), piece.rank)
+        for piece in (*entry.pieces, *entry.replicas)
+        for path in alike.get(piece.extent.file, ())
+    ]
+    return replace(entry, replicas=(*entry.replicas, *further)) if further else entry
+
+
+def _with_extents(entry: ObjectEntry, alike: dict[str, list[str]]) -> ObjectEntry:
+    extent = entry.extent
+    copies = [replace(extent, file=path) for path in alike.get(extent.file, ())] if extent is not None else []
+    return replace(entry, copies=tuple(copies)) if copies else entry
+
+
+def _own_checksums(
+    source: Source, checksums: Sequence[StoredChecksum], alike: dict[str, list[str]], listing: Listing
+) -> tuple[list[StoredChecksum], list[Finding]]:
+    """The checksums that copies of torch files store themselves, so that each copy is judged by its own.
+
+    A copy whose records lie elsewhere than those of the file is taken out of `alike`, with a finding.
+    """
+    stored: dict[str, list[StoredChecksum]] = defaultdict(list)
+    for checksum in checksums:
+        if checksum.file in alike:
+            stored[checksum.file].append(checksum)
+    found: list[StoredChecksum] = []
+    findings: list[Finding] = []
+    for path, expected in stored.items():
+        for copy in list(alike[path]):
+            file = read_torch_file(Region(source, copy, 0, listing.length_bytes(copy)))
+            if sorted(map(_place, file.checksums)) == sorted(map(_place, expected)):
+                found += file.checksums
+                continue
+            alike[path].remove(copy)
+            where = f"{listing.files[path].root}/{path} and {copy}"
+            what = next((f"{f.code}: {f.found}" for f in file.findings if f.is_error), "records in other places")
+            findings.append(Finding("replica-mismatch", where, f"{len(expected)} records in the same places", what))
+    return found, findings
+
+
+def _place(checksum: StoredChecksum) -> tuple[str, int, int, str]:
+    return checksum.label, checksum.offset, checksum.length, repr(checksum.encoding)
+
+
+def compare_rest(source: Source, checkpoint: Checkpoint, listing: Listing) -> list[Finding]:
+    """A finding per copy of a file whose bytes outside of tensors are not those of the file: the first that differs.
+
+    Tensors are left out, because they are compared as replicas; so of a large file little is read.
+    """
+    gaps = _gaps(checkpoint, listing) if listing.copies else {}
+    entries = {f.path: f for f in checkpoint.files}
+    findings: list[Finding] = []
+    for path, copies in listing.copies.items():
+        for copy in copies:
+            is_copy = copy.path in entries and entries[copy.path].role == "replica"
+            if not is_copy or not copy.is_regular or copy.length_bytes != listing.length_bytes(path):
+                continue
+            try:
+                places = (_first_difference(source, path, copy.path, start, stop) for start, stop in gaps[path])
+                at = next((p for p in places if p is not None), None)
+            except StorageError as e:
+                findings.append(Finding(e.finding_code, e.where or path, e.expected or "readable bytes", e.found or e.message))
+                continue
+            if at is not None:
+                where = f"{listing.files[path].root}/{path} and {copy.path} at byte {at}"
+                expected, found = read(source, path, at, 1).hex(), read(source, copy.path, at, 1).hex()
+                severity = _severity(entries[path])
+                findings.append(Finding("replica-mismatch", where, f"byte {expected}", f"byte {found}", severity=severity))
+    return findings
+
+
+def _gaps(checkpoint: Checkpoint, listing: Listing) -> dict[str, list[tuple[int, int]]]:
+    """Per copied file the stretches [start, stop) that no tensor lies in which is compared as a replica."""
+    taken: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for entry in checkpoint.tensors:
+        replicated = {(r.box, r.extent.file) for r in entry.replicas}
+        for piece in (*entry.pieces, *entry.replicas) if replicated else ():
+            place = piece.extent.encoding or piece.extent
+            if all((piece.box, c.path) in replicated for c in listing.copies.get(piece.extent.file, ())):
+                taken[piece.extent.file].append((place.offset, place.offset + place.length))
+    gaps: dict[str, list[tuple[int, int]]] = {}
+    for path in listing.copies:
+        gaps[path], position = [], 0
+        for start, stop in sorted(taken[path]):
+            if start > position:
+                gaps[path].append((position, start))
+            position = max(position, stop)
+        gaps[path].append((position, listing.length_bytes(path)))
+    return gaps
+
+
+def _first_difference(source: Source, one: str, other: str, start: int, stop: int) -> int | None:
+    """The first byte of [start, stop) at which two files differ. Raises StorageError."""
+    for offset in range(start, stop, _BLOCK_BYTES):
+        count = min(_BLOCK_BYTES, stop - offset)
+        a, b = read(source, one, offset, count), read(source, other, offset, count)
+        if a != b:
+            return offset + next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+    return None
+
+
+def with_roots(findings: Iterable[Finding], files: Iterable[FileEntry]) -> tuple[Finding, ...]:
+    """The findings with each file that they name told by its root too, so that people know on which node to look. Pure."""
+    full = {f.path: f.place for f in files if f.root}
+    if not full:
+        return tuple(findings)
+    return tuple(replace(f, where=re.sub(r"[^\s`]+", lambda m: full.get(m[0], m[0]), f.where)) for f in findings)
