@@ -82,26 +82,29 @@ class ChecksumWatch:
             self._running[file, encoding, running.next_offset] = running
 
     def finish(self, gather: Gather, progress: Callable[[int], None] | None = None) -> list[Finding]:
-        """Read what did not pass, and return a finding per record whose bytes are not those that were written."""
+        """Read what did not pass, and return a finding per record whose bytes are not those that were written.
+
+        Nothing is remembered of what is read here, so that bytes may pass, and this may be asked, again.
+        """
         return [f for running in self._all for f in _finish(running, gather, progress)]
 
 
 def _finish(running: _Running, gather: Gather, progress: Callable[[int], None] | None) -> list[Finding]:
-    checksum = running.checksum
+    checksum, value = running.checksum, running.value
     try:
         if running.next_offset < checksum.offset + checksum.length:
             for tile in gather.stream(_rest(running)):
-                running.value = zlib.crc32(tile, running.value)
+                value = zlib.crc32(tile, value)
                 if progress is not None:
                     progress(len(tile))
     except StorageError as e:
         where = f"`{checksum.label}` in {e.where}"
         return [Finding(e.finding_code, where, e.expected or "readable bytes", e.found or e.message)]
-    if running.value == checksum.expected:
+    if value == checksum.expected:
         return []
     start = checksum.encoding.offset if checksum.encoding else checksum.offset
     where = f"`{checksum.label}` in {checksum.file} at byte {start}"
-    return [Finding("checksum-mismatch", where, f"CRC-32 {checksum.expected:08x}", f"{running.value:08x}")]
+    return [Finding("checksum-mismatch", where, f"CRC-32 {checksum.expected:08x}", f"{value:08x}")]
 
 
 def _rest(running: _Running) -> TensorEntry:

@@ -110,7 +110,6 @@ def command(
     DST is a directory, or one file when its name ends in .safetensors, .pt, .pth, .bin or .ckpt. Nothing is computed:
     every tensor is copied, its digest compared with the source's, the output sealed, and only then given its name. Config
     and tokenizer files beside the source come along. An interrupted run goes on where it stopped when called again.
-
     SRC may be a glob, and --root names further places, when the files of the snapshot lie on the disks of several nodes.
     """
     from ckpttools.operations.convert import consolidate

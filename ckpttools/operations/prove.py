@@ -6,6 +6,7 @@ Without this a conversion would launder damage: the copy of a flipped bit has a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ckpttools.checksums import ChecksumIndex, ChecksumWatch
 from ckpttools.containers.copies import compare_rest, with_roots
@@ -44,7 +45,8 @@ class SourceProof:
         index = ChecksumIndex(stored)
         needed = {n for t in tensors for p in t.pieces if (n := index.holding(p.extent)) is not None}
         needed |= {n for o in objects if o.extent is not None for n in index.inside(o.extent)}
-        self._checksums = ChecksumWatch(stored[n] for n in sorted(needed))
+        self._needed = tuple(stored[n] for n in sorted(needed))
+        self._checksums = ChecksumWatch(self._needed)
 
     def watch(self, file: str, encoding: Encoding | None, offset: int, view: memoryview) -> None:
         """See source bytes pass on their way to the output."""
@@ -52,12 +54,14 @@ class SourceProof:
 
     def read_first(self) -> None:
         """Prove the source by a pass of its own. Raises FindingsError."""
-        digests = self._scan(self._tensors, checksums=True)
-        self.require(digests)
+        self._require(self._scan(self._tensors, checksums=True), [])
 
     def require(self, digests: Mapping[str, str]) -> None:
         """Raise FindingsError unless all that was read, with these digests by name, is what the source says it is."""
-        findings = self._findings + self._checksums.finish(Gather(self._snapshot.source, memory_bytes=self._memory_bytes))
+        gather = Gather(self._snapshot.source, memory_bytes=self._memory_bytes)
+        self._require(digests, self._checksums.finish(gather))
+
+    def _require(self, digests: Mapping[str, str], findings: list[Finding]) -> None:
         if self._seal is not None:
             findings += self._differences(digests)
         findings += compare_rest(self._snapshot.source, self._snapshot.checkpoint, self._snapshot.listing)
@@ -104,7 +108,7 @@ class SourceProof:
     ) -> dict[str, str]:
         scanned = scan(
             self._snapshot.source,
-            self._snapshot.checkpoint,
+            replace(self._snapshot.checkpoint, checksums=self._needed),
             tensors=tensors,
             algorithm=algorithm,
             checksums=checksums,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,14 @@ class TestProof:
         assert answer.exit_code == 1
         assert "checksum-mismatch" in answer.stderr
         assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize("case", ["dcp_fsdp2_w2", "perrank_dtensor_verl_layout_w2"])
+    def test_a_source_with_checksums_is_proved_before_a_store_shows_the_output(self, case: str, ckpttools: Run) -> None:
+        pytest.importorskip("fsspec")
+        url, source = f"memory://{uuid.uuid4()}/out", FIXTURES / "torch" / case / "ckpt"
+        answer = ckpttools("consolidate", source, url)
+        assert answer.exit_code == 0, answer.stderr
+        assert ckpttools("validate", url, "--against", source, "--allow-missing").exit_code == 0
 
     def test_a_known_checksum_mismatch_can_be_allowed(self, ckpttools: Run, tmp_path: Path) -> None:
         source = FIXTURES / "torch" / "dmg_distcp_bitflip_tensor" / "ckpt"

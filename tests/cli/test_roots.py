@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,21 @@ class TestReplicas:
         assert ckpttools("validate", tmp_path / "out", "--against", SNAPSHOT, "--allow-missing").exit_code == 0
         (row,) = seal_of(tmp_path / "out")["origin"]["replicas"]["boxes"]
         assert (row["tensor"], row["taken"]) == (NORM, [good])
+
+    def test_a_store_as_destination_takes_the_same_copy(self, ckpttools: Run, tmp_path: Path) -> None:
+        pytest.importorskip("fsspec")
+        from ckpttools.layouts import open_snapshot
+
+        nodes = spread(SNAPSHOT, tmp_path, 2, lambda _: [0, 1])
+        piece = open_snapshot(str(SNAPSHOT), is_located=True).checkpoint.by_name[NORM].pieces[0]
+        path = nodes[0] / piece.extent.file
+        data = bytearray(path.read_bytes())
+        data[piece.extent.offset] ^= 1
+        path.write_bytes(data)
+        url = f"memory://{uuid.uuid4()}/out"
+        answer = ckpttools("consolidate", *as_options(nodes), url, "--replicas", "first")
+        assert answer.exit_code == 0, answer.stderr
+        assert ckpttools("validate", url, "--against", SNAPSHOT, "--allow-missing").exit_code == 0
 
     def test_a_truncated_copy_and_an_item_that_does_not_open_are_passed_over(self, ckpttools: Run, tmp_path: Path) -> None:
         nodes = spread(SNAPSHOT, tmp_path, 2, lambda _: [0, 1])
