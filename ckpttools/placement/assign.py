@@ -16,7 +16,7 @@ from ckpttools.placement.counts import Counts
 from ckpttools.placement.cutting import cut_of, require_even
 from ckpttools.placement.fit import MAX_RANKS, Constraint, Problem, Requirements, nearest_mesh
 from ckpttools.placement.follow import parameters_of_state
-from ckpttools.placement.local import AXES, Cut, PlacedTensor, Placement, canonical_mesh
+from ckpttools.placement.local import Cut, PlacedTensor, Placement, canonical_mesh
 from ckpttools.placement.rule_files import built_in
 from ckpttools.placement.rules import Rule, RuleSet
 from ckpttools.placement.stages import StagePlan, expert_ranks, plan_stages
@@ -24,11 +24,13 @@ from ckpttools.placement.stages import StagePlan, expert_ranks, plan_stages
 TensorPlace = tuple[TensorSpec, Path, str]
 """An output tensor: its spec, the typed keys that lead to it, and its family."""
 MODEL, OPTIMIZER = "model", "optimizer"
-_OTHER_WORDS = {
-    "dp_shard": "fsdp", "shard": "fsdp", "zero": "fsdp", "dp_replicate": "dp", "ddp": "dp", "replicate": "dp", "data": "dp",
-    "hsdp": "dp", "model": "tp", "mp": "tp", "tensor": "tp", "pipe": "pp", "pipeline": "pp", "stage": "pp", "expert": "ep",
-}  # fmt: skip
-"""What others call our axes."""
+_MOMENTS = frozenset(
+    {
+        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_diff", "exp_inf", "neg_pre_grad", "momentum_buffer", "momentum"),
+        *("square_avg", "grad_avg", "acc_delta", "sum", "prev", "step_size", "ax", "z", "fp32", "fp32_param", "master_param"),
+    }
+)
+"""Words in names of state that has the shape of its parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +107,10 @@ def place(
 
 def _problem_of_mesh(mesh: Mesh) -> Problem | None:
     """What is wrong with a mesh whatever the tensors are."""
-    unknown = [name for name, _ in mesh.axes if name not in AXES]
-    if unknown:
-        told = [f"`{name}` is `{_OTHER_WORDS[name]}` here" for name in unknown if name in _OTHER_WORDS]
-        message = f"unknown mesh axis {', '.join(f'`{name}`' for name in unknown)}"
-        return Problem(message + (f": {', '.join(told)}" if told else ""), f"some of {', '.join(AXES)}")
+    try:
+        canonical_mesh(mesh)
+    except ValueError as error:
+        return Problem(str(error))
     if mesh.ranks > MAX_RANKS:
         return Problem("the mesh has too many ranks", f"at most {MAX_RANKS}", str(mesh.ranks))
     return None
@@ -144,6 +145,7 @@ class _Placer:
                 self.requirements.fault("layers per stage are given, and the mesh has no stages", "an axis pp")
             return None
         names = [spec.name for spec in self.parameters]
+        self.used |= {"pp"} if any(self.rules.layer_of(name) is not None for name in names) else set()
         return plan_stages(names, self.rules, self.sizes["pp"], self.layers_per_stage, self.requirements)
 
     @cached_property
@@ -207,8 +209,8 @@ class _Placer:
         return Placement(tuple(cuts), held), "; ".join(said) or "replicated"
 
     def _cut(self, spec: TensorSpec, matching: Sequence[Rule], cuts: list[Cut], said: list[str]) -> None:
-        """Enters the cuts of a tensor: experts, then tensor parallelism, then rows."""
-        for axis in ("ep", "tp"):
+        """Enters the cuts of a tensor: stacked layers, experts, then tensor parallelism, then rows."""
+        for axis in ("pp", "ep", "tp"):
             rule = next((rule for rule in matching if rule.axis == axis), None)
             if axis not in self.sizes:
                 continue
@@ -261,9 +263,9 @@ class _Placer:
             return Placement(cuts, held), f"of `{owner.name}`, in another shape: " + ("fsdp dim 0" if cuts else "replicated")
         if family != OPTIMIZER:
             return Placement(), "not the model's: replicated"
-        stem = spec.name.rpartition(".")[0]
-        if self.rules.matching(stem) and spec.volume > 1:
-            return self.parameter(spec, stem)
+        name = _parameter_in(spec.name)
+        if name and self.rules.matching(name):
+            return self.parameter(spec, name)
         cuts = self._rows_of_state(spec)
         return Placement(cuts), "optimizer state of no known parameter: " + ("fsdp dim 0" if cuts else "replicated")
 
@@ -277,10 +279,24 @@ class _Placer:
 
     def _require_use(self) -> None:
         """Refuses an axis that divides nothing: every rank along it would hold the same, which nobody means."""
-        what = {"tp": "no rule cuts a tensor of these names along tp", "ep": "no rule says which tensors are experts"}
+        what = {
+            "tp": "no rule cuts a tensor of these names along tp",
+            "ep": "no rule says which tensors are experts",
+            "pp": "no rule says which tensors are layers, so there is nothing to divide into stages",
+        }
         for axis, why in what.items():
             if axis in self.sizes and axis not in self.used:
                 self.requirements.ask(Constraint((axis,), 1, "ranks", is_limit=True, why=why))
+
+
+def _parameter_in(name: str) -> str:
+    """What is left of a name of state when the word for a moment is taken off either end (Megatron has it in front)."""
+    front, _, last = name.rpartition(".")
+    if last in _MOMENTS:
+        return front
+    words = name.split(".")
+    place = next((i for i, word in enumerate(words[:4]) if word in _MOMENTS), None)
+    return "" if place is None else ".".join(words[place + 1 :])
 
 
 def _cannot_be_cut(spec: TensorSpec) -> str:

@@ -79,6 +79,8 @@ def _shares(spec: TensorSpec, rule: Rule, ranks: int, counts: Counts, requiremen
 
 def _ask_for_units(spec: TensorSpec, rule: Rule, dim: int, length: int, counts: Counts, requirements: Requirements) -> None:
     """Enters that the cut of a stretch of a dimension falls between units."""
+    if rule.axis == "pp":
+        requirements.ask(Constraint(("pp",), length, "layers, which are stacked in one tensor,"), spec.name)
     if not rule.units:
         return
     count = counts.of(rule.units)

@@ -167,7 +167,8 @@ def _rules(name: str, view: _View, cuts: Cuts | None, sizes: _Sizes, base: RuleS
     if cuts is None:  # interleaved, flattened: what the names suggest is better than nothing
         first = {rule.axis: rule for rule in reversed(suggested)}
         return tuple(replace(rule, tensors=(), label="") for rule in first.values())
-    found = []
+    # how many stages there were stands in no box of stacked layers
+    found = [replace(rule, tensors=(), label="") for rule in suggested if rule.axis == "pp"]
     for cut in cuts:
         if cut.axis != "fsdp":
             dim, dims = cut.dim + view.skipped, len(view.shape) + view.skipped

@@ -20,13 +20,36 @@ AXES = ("pp", "dp", "fsdp", "ep", "tp")
 `pp` gives stages of layers, `dp` replicates (HSDP's outer axis), `fsdp` cuts dimension 0 of everything, `ep` experts, `tp`
 by rule."""
 
+_OTHER_WORDS = {
+    "pp": ("pipe", "pipeline", "stage", "stages", "pipeline_parallel"),
+    "dp": ("ddp", "dp_replicate", "replicate", "data", "hsdp", "cp", "sp", "context", "sequence", "data_parallel"),
+    "fsdp": ("dp_shard", "shard", "zero", "sharding", "fully_shard"),
+    "ep": ("expert", "experts", "expert_parallel"),
+    "tp": ("tensor", "model", "mp", "tensor_parallel", "model_parallel"),
+}
+"""What others call them. Context and sequence parallelism divide no parameter: their ranks hold replicas."""
+
 
 def canonical_mesh(mesh: Mesh) -> Mesh:
-    """The same axes in the order of `AXES`. Raises ValueError for an axis that is not one of them."""
-    for name, _ in mesh.axes:
-        if name not in AXES:
-            raise ValueError(f"unknown mesh axis `{name}`; the axes are {', '.join(AXES)}")
+    """The same axes in the order of `AXES`. Raises ValueError for an axis that is not one of them, with what is likely meant."""
+    unknown = [name for name, _ in mesh.axes if name not in AXES]
+    if unknown:
+        named = ", ".join(f"`{name}`" for name in unknown)
+        meant = _meant(mesh)
+        told = f"; perhaps you mean --mesh {meant}" if meant is not None else ""
+        raise ValueError(f"unknown mesh axis {named}; the axes are {', '.join(AXES)}{told}")
     return Mesh(tuple(sorted(mesh.axes, key=lambda axis: AXES.index(axis[0]))))
+
+
+def _meant(mesh: Mesh) -> Mesh | None:
+    """A mesh with the words of others in ours; None where one of its axes has none."""
+    sizes: dict[str, int] = {}
+    for name, size in mesh.axes:
+        axis = name if name in AXES else next((axis for axis, words in _OTHER_WORDS.items() if name.lower() in words), "")
+        if not axis:
+            return None
+        sizes[axis] = sizes.get(axis, 1) * size
+    return Mesh(tuple((axis, sizes[axis]) for axis in AXES if axis in sizes))
 
 
 def coordinate(mesh: Mesh, rank: int) -> dict[str, int]:

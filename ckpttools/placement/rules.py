@@ -13,8 +13,9 @@ from functools import cached_property
 
 from ckpttools.placement.globs import compile_globs, skeleton, tells_numbers_apart, unwrapped
 
-CUTTING_AXES = ("tp", "ep", "fsdp")
-"""Axes that a rule may give a dimension to; `dp` replicates and `pp` gives whole tensors to stages."""
+CUTTING_AXES = ("tp", "ep", "fsdp", "pp")
+"""Axes that a rule may give a dimension to; `dp` replicates. `pp` cuts layers that are stacked in one tensor; of others it
+gives whole tensors to stages (see `Stages`)."""
 UNITS = ("heads", "kv_heads", "experts", "vocab")
 """What a rule may count in; how many there are is told by the model's config (see `counts`)."""
 

@@ -63,8 +63,8 @@ def plan_stages(
     # numbers may begin anywhere and leave some out: a DeepSpeed pipeline counts embeddings and norms, too
     found = sorted({place for name in names if (place := rules.layer_of(name)) is not None})
     total = len(found)
-    why = "" if total else "no rule says which tensors are layers, so there is nothing to divide into stages"
-    requirements.ask(Constraint(("pp",), max(total, 1), "layers", is_limit=True, why=why))
+    if total:
+        requirements.ask(Constraint(("pp",), total, "layers", is_limit=True))
     blocks = tuple(layers_per_stage)
     if blocks and (len(blocks) != stage_count or sum(blocks) != total or min(blocks) < 0):
         expected = f"{stage_count} numbers that make {total} layers"

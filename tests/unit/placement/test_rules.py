@@ -125,7 +125,7 @@ class TestFormat:
             ("rules = 3", "`rules` is not a list of tables"),
             ("\n\n" + RULE + RULE.replace("axis", "axes"), "rule 2 (line 7): unknown key `axes`"),
             (RULE.replace('"tp"', '"cp"'), "rule 1 (line 1): `axis` is none that a rule can cut along"),
-            (RULE.replace('"tp"', '"pp"'), "`axis` is none"),
+            (RULE.replace('"tp"', '"dp"'), "`axis` is none"),
             (RULE.replace('axis = "tp"\n', ""), "`axis` is none"),
             (RULE.replace("dim = 0", "dim = true"), "`dim` is not a dimension"),
             (RULE.replace("dim = 0", "dim = 99"), "`dim` is not a dimension"),
