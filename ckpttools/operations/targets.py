@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ckpttools.layouts import dcp
 from ckpttools.layouts.dcp_hf import write as write_shards
+from ckpttools.layouts.megatron_dist import write as write_torch_dist
 from ckpttools.model import Arrangement, Mesh, ObjectEntry, Path
 from ckpttools.placement.local import PlacedTensor
 
@@ -69,6 +70,16 @@ def _safetensors(request: Request) -> Arrangement:
     )
 
 
+def _megatron_dist(request: Request) -> Arrangement:
+    return write_torch_dist.arrange_ranks(
+        request.tensors,
+        request.mesh,
+        objects=request.objects,
+        sequences=request.sequences,
+        files_per_rank=request.files_per_rank,
+    )
+
+
 TARGETS = (
     Target(
         "dcp",
@@ -84,6 +95,14 @@ TARGETS = (
         _safetensors,
         holds_objects=False,
         holds_state=False,
+    ),
+    Target(
+        "megatron-dist",
+        "Megatron-core's torch_dist: DCP's files, `common.pt` and `metadata.json`",
+        _megatron_dist,
+        holds_objects=True,
+        holds_state=True,
+        holds_whole_items=True,
     ),
 )
 """In the order in which help lists them."""

@@ -1,0 +1,88 @@
+"""What reshard writes as torch_dist, real megatron-core loads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpttools.errors import ConversionError
+from ckpttools.model import Mesh
+from ckpttools.operations.reshard import reshard
+from ckpttools.operations.sealing import hash_tensors
+from ckpttools.operations.validate import validate
+from tests.fixture_cases import Case
+from tests.interop import megatron_load
+
+pytestmark = pytest.mark.interop
+
+
+def load(*arguments: str) -> dict[str, Any]:
+    """What the script answers."""
+    command = [sys.executable, megatron_load.__file__, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+    assert lines, done.stderr[-3000:]
+    return json.loads(lines[0].removeprefix("ANSWER "))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "mesh"),
+    [
+        ("tdist_tp2_dp2_distopt_fully_reshardable", "tp=2,pp=2"),
+        ("tdist_tp2_dp2_flattened", "tp=1"),
+        ("tdist_ep2_moe", "ep=4,tp=2"),
+        ("zarr_tp2_pp2", "tp=2,dp=2"),
+        ("tdist_pp2_tied_gelu_bias", "fsdp=3"),
+    ],
+)
+def test_megatron_core_loads_every_tensor_and_the_shared_state(source: str, mesh: str, tmp_path: Path) -> None:
+    (target,) = Case("megatron", source).targets()
+    reshard(str(target.path), str(tmp_path / "out"), target="megatron-dist", mesh=Mesh.parse(mesh))
+    answer = load(str(tmp_path / "out"), "plain")
+    assert [] == [n for n, e in target.tensors.items() if answer["tensors"].get(n) not in e.digests]
+    assert {"args", "iteration"} <= set(answer["common"])
+
+
+@pytest.mark.slow
+def test_a_model_of_megatron_core_loads_it(tmp_path: Path) -> None:
+    (target,) = Case("megatron", "tdist_tp2_model_only").targets()
+    reshard(str(target.path), str(tmp_path / "out"), target="megatron-dist", mesh=Mesh.parse("tp=2,pp=2"))
+    settings = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "vocabulary": 96,
+        "length": 16,
+    }
+    ours = load(str(tmp_path / "out"), "model", json.dumps(settings))
+    theirs = load(str(target.path), "model", json.dumps(settings))
+    assert ours == theirs
+    assert target.tensors["output_layer.weight"].digests == {ours["tensors"]["output_layer.weight"]}
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2", "tp=2,pp=2,dp=2"])
+def test_every_mesh_reads_back_as_the_same(mesh: str, tmp_path: Path) -> None:
+    for source in ("tdist_tp2_pp2_two_iters", "zarr_tp2_pp2"):
+        path = next(Case("megatron", source).targets()).path
+        out = tmp_path / source
+        reshard(str(path), str(out), target="megatron-dist", mesh=Mesh.parse(mesh))
+        assert hash_tensors(str(path)).fingerprint == hash_tensors(str(out)).fingerprint
+        assert "ok" == validate(str(out)).verdict
+
+
+def test_buckets_go_to_the_model_parallel_ranks_that_wrote_them_and_to_no_others(tmp_path: Path) -> None:
+    path = str(next(Case("megatron", "tdist_tp2_dp2_distopt_dp_reshardable").targets()).path)
+    with pytest.raises(ConversionError, match="buckets"):
+        reshard(path, str(tmp_path / "a"), target="megatron-dist", mesh=Mesh.parse("tp=2,pp=2"))
+    reshard(path, str(tmp_path / "b"), target="megatron-dist", mesh=Mesh.parse("tp=2,dp=3"))
+    assert hash_tensors(path).fingerprint == hash_tensors(str(tmp_path / "b")).fingerprint
