@@ -16,7 +16,19 @@ from ckpttools.containers import collector, items
 from ckpttools.containers.copies import with_copies, with_roots
 from ckpttools.errors import NotRecognisedError
 from ckpttools.findings import WARNING, Finding
-from ckpttools.layouts import dcp, dcp_hf, deepspeed, hf_bin, megatron_dist, megatron_legacy, per_rank, safetensors, torch, vllm
+from ckpttools.layouts import (
+    dcp,
+    dcp_hf,
+    deepspeed,
+    hf_bin,
+    llama,
+    megatron_dist,
+    megatron_legacy,
+    per_rank,
+    safetensors,
+    torch,
+    vllm,
+)
 from ckpttools.layouts.base import Contents, Layout, Part
 from ckpttools.layouts.checks import check_cover, check_names, find_aliases
 from ckpttools.layouts.families import MODEL, families_of_keys, is_known_stem
@@ -31,6 +43,7 @@ REGISTRY: tuple[Layout, ...] = (
     deepspeed.LAYOUT,
     vllm.LAYOUT,
     safetensors.LAYOUT,
+    llama.LAYOUT,
     hf_bin.LAYOUT,
     per_rank.LAYOUT,
     megatron_legacy.LAYOUT,

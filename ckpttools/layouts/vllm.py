@@ -20,7 +20,6 @@ from ckpttools.containers.local_boxes import LocalBoxes, pieces_of
 from ckpttools.containers.safetensors_file import SafetensorsEntry, SafetensorsHeader
 from ckpttools.containers.safetensors_ranks import arrange_rank_file, read_note, unstorable
 from ckpttools.containers.safetensors_set import piece_of, read_headers
-from ckpttools.errors import ConversionError
 from ckpttools.findings import Finding
 from ckpttools.layouts.base import Contents, Part, Peek
 from ckpttools.model import (
@@ -36,7 +35,7 @@ from ckpttools.model import (
     TensorSpec,
     render_path,
 )
-from ckpttools.placement.held import HeldTensor, held_by, require_none, uncuttable
+from ckpttools.placement.held import HeldTensor, held_by, require_axes, require_none, uncuttable
 from ckpttools.placement.local import PlacedTensor
 from ckpttools.storage.source import Listing, Source
 
@@ -62,7 +61,7 @@ def arrange_ranks(
 
     Raises: ConversionError: for a mesh with other axes than `tp`, and naming what these files cannot hold.
     """
-    _require_mesh(mesh)
+    require_axes(mesh, (_AXIS,), "vLLM's sharded state is told apart by the tensor-parallel rank alone")
     require_none(refusals(tensors, mesh, objects=objects), "vLLM's sharded state")
     tied = {alias: kept for alias, kept in (aliases or {}).items() if alias != "format"}
     files = []
@@ -88,17 +87,6 @@ def refusals(
             each = " and ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
             refused[tensor.spec.name] = f"{list(tensor.spec.shape)} over {mesh} gives ranks {each}, and vLLM needs equal shares"
     return refused
-
-
-def _require_mesh(mesh: Mesh) -> None:
-    other = [f"{name}={size}" for name, size in mesh.axes if name != _AXIS and size > 1]
-    if other:
-        raise ConversionError(
-            f"vLLM's sharded state is told apart by the tensor-parallel rank alone: {','.join(other)}",
-            expected=f"a mesh of {_AXIS} only",
-            found=str(mesh),
-            hints=[f"--mesh {_AXIS}={dict(mesh.axes).get(_AXIS, 1)} has a place for every rank"],
-        )
 
 
 def _parts(held: Sequence[HeldTensor], max_part_bytes: int | None) -> list[dict[str, HeldTensor]]:

@@ -57,6 +57,19 @@ def uncuttable(tensors: Iterable[PlacedTensor], mesh: Mesh) -> dict[str, str]:
     }
 
 
+def require_axes(mesh: Mesh, axes: Sequence[str], why: str) -> None:
+    """Raise ConversionError when a mesh has ranks along axes that a target does not know."""
+    other = [f"{name}={size}" for name, size in mesh.axes if name not in axes and size > 1]
+    if other:
+        fitting = ",".join(f"{name}={dict(mesh.axes).get(name, 1)}" for name in axes)
+        raise ConversionError(
+            f"{why}: {','.join(other)}",
+            expected=f"a mesh of {', '.join(axes)} only",
+            found=str(mesh),
+            hints=[f"--mesh {fitting} has a place for every rank"],
+        )
+
+
 def require_none(refused: Mapping[str, str], target: str, *, hints: Sequence[str] = ()) -> None:
     """Raise ConversionError with every name and reason (up to a limit) when a target cannot hold something."""
     if not refused:
