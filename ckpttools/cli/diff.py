@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import click
 
 from ckpttools.cli import documents, options, render
-from ckpttools.cli.session import take_snapshot
+from ckpttools.cli.session import take_roots
 from ckpttools.errors import ExitCode
 from ckpttools.model import TensorSpec
 from ckpttools.operations.diff import CLOSE, SAME, STATUSES, Diff, ObjectDiff, TensorDiff
@@ -84,10 +84,12 @@ def command(
 
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
     choice = Choice(include, exclude, weights_only, Renaming.parse(strip_prefix, rename))
-    sides = take_snapshot(a), take_snapshot(b)
+    sides = take_roots(a, ()), take_roots(b, ())
     with render.late_progress("comparing", is_quiet=quiet, is_verbose=verbose) as (report, set_total):
         result = diff(
-            *sides,
+            sides[0][0],
+            sides[1][0],
+            roots=(sides[0][1], sides[1][1]),
             choice=choice,
             tolerance=tolerance,
             allow_missing=allow_missing,

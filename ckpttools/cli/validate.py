@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import click
 
 from ckpttools.cli import documents, options, render
-from ckpttools.cli.session import snapshot_bytes, take_roots, take_snapshot
+from ckpttools.cli.session import snapshot_bytes, take_roots
 from ckpttools.errors import ExitCode
 from ckpttools.operations.validate import Validation
 from ckpttools.units import render_bytes_short
@@ -66,13 +66,15 @@ def command(
     if depth != "full" and (against or finite):
         raise click.UsageError("--against and --finite read every value, so they need --depth full")
     location, further = take_roots(path, roots)
+    other, other_roots = take_roots(against, ()) if against else (None, ())
     total_bytes = snapshot_bytes(location, further) if depth == "full" else 0
     with render.progress("validating", total_bytes, is_quiet=quiet, is_verbose=verbose) as report:
         result = validate(
             location,
             roots=further,
             depth=depth,
-            against=take_snapshot(against) if against else None,
+            against=other,
+            against_roots=other_roots,
             allow_missing=allow_missing,
             finite=finite,
             jobs=jobs,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from ckpttools.containers.region import Region
@@ -19,6 +19,8 @@ from ckpttools.model import Checkpoint, FileEntry, ObjectEntry, Piece, StoredChe
 from ckpttools.storage.source import ListedFile, Listing, Source, read
 
 _BLOCK_BYTES = 1 << 20
+_NEAR_BYTES = 64 << 10
+"""Reading so many bytes for nothing is cheaper than another round trip: a DCP file has a gap per item."""
 
 
 def distinct_copies(source: Source, listing: Listing, path: str) -> list[str]:
@@ -27,7 +29,7 @@ def distinct_copies(source: Source, listing: Listing, path: str) -> list[str]:
     for copy in listing.copies.get(path, ()):
         length = copy.length_bytes
         same = (p for p in distinct if listing.length_bytes(p) == length)
-        if all(_first_difference(source, p, copy.path, 0, length) is not None for p in same):
+        if all(_first_difference(source, p, copy.path, [(0, length)]) is not None for p in same):
             distinct.append(copy.path)
     return distinct
 
@@ -135,8 +137,7 @@ def compare_rest(source: Source, checkpoint: Checkpoint, listing: Listing) -> li
             if not is_copy or not copy.is_regular or copy.length_bytes != listing.length_bytes(path):
                 continue
             try:
-                places = (_first_difference(source, path, copy.path, start, stop) for start, stop in gaps[path])
-                at = next((p for p in places if p is not None), None)
+                at = _first_difference(source, path, copy.path, gaps[path])
             except StorageError as e:
                 findings.append(Finding(e.finding_code, e.where or path, e.expected or "readable bytes", e.found or e.message))
                 continue
@@ -168,14 +169,30 @@ def _gaps(checkpoint: Checkpoint, listing: Listing) -> dict[str, list[tuple[int,
     return gaps
 
 
-def _first_difference(source: Source, one: str, other: str, start: int, stop: int) -> int | None:
-    """The first byte of [start, stop) at which two files differ. Raises StorageError."""
-    for offset in range(start, stop, _BLOCK_BYTES):
-        count = min(_BLOCK_BYTES, stop - offset)
+def _first_difference(source: Source, one: str, other: str, stretches: Sequence[tuple[int, int]]) -> int | None:
+    """The first byte of some stretches [start, stop), in order, at which two files differ. Raises StorageError."""
+    for block in _blocks(stretches):
+        offset, count = block[0][0], block[-1][1] - block[0][0]
         a, b = read(source, one, offset, count), read(source, other, offset, count)
-        if a != b:
-            return offset + next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+        for start, stop in block if a != b else ():
+            mine, theirs = a[start - offset : stop - offset], b[start - offset : stop - offset]
+            if mine != theirs:
+                return start + next(i for i, (x, y) in enumerate(zip(mine, theirs, strict=True)) if x != y)
     return None
+
+
+def _blocks(stretches: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Stretches that are read together: close to each other, at most a block from first to last. Long ones are cut."""
+    block: list[tuple[int, int]] = []
+    for start, stop in stretches:
+        for at in range(start, stop, _BLOCK_BYTES):
+            part = (at, min(stop, at + _BLOCK_BYTES))
+            if block and (part[0] - block[-1][1] > _NEAR_BYTES or part[1] - block[0][0] > _BLOCK_BYTES):
+                yield block
+                block = []
+            block.append(part)
+    if block:
+        yield block
 
 
 def with_roots(findings: Iterable[Finding], files: Iterable[FileEntry]) -> tuple[Finding, ...]:

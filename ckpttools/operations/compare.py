@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from ckpttools.containers.copies import with_roots
 from ckpttools.digest import TensorDigest
 from ckpttools.errors import FindingsError, NotRecognisedError
 from ckpttools.findings import NOTE, WARNING, Finding
@@ -36,17 +37,17 @@ class Side:
         return cls(label, seal.algorithm, seal.tensors, seal.aliases)
 
 
-def open_side(location: str, *, algorithm: str, jobs: int, memory_bytes: int) -> Side:
+def open_side(location: str, *, roots: Sequence[str] = (), algorithm: str, jobs: int, memory_bytes: int) -> Side:
     """What is at a location: a seal or hash list as it is, a snapshot's tensors with digests by `algorithm`.
 
     A snapshot that is damaged is compared all the same, and what is wrong with it is told as a warning.
 
     Raises: FindingsError: for a seal that was changed. NotFoundError, StorageError, NotRecognisedError: when it is neither.
     """
-    listed = read_list(location)
+    listed = read_list(location) if not roots else None
     if listed is not None:
         return Side.of_seal(listed, location)
-    snapshot = open_snapshot(location, is_located=True)
+    snapshot = open_snapshot(location, roots=roots, is_located=True)
     scanned = scan(
         snapshot.source,
         snapshot.checkpoint,
@@ -57,7 +58,8 @@ def open_side(location: str, *, algorithm: str, jobs: int, memory_bytes: int) ->
         memory_bytes=memory_bytes,
     )
     errors = [f for f in (*snapshot.checkpoint.findings, *scanned.findings) if f.is_error]
-    told = tuple(replace(f, where=f"{f.where} of {location}", severity=WARNING) for f in errors)
+    located = with_roots(errors, snapshot.checkpoint.files)
+    told = tuple(replace(f, where=f"{f.where} of {location}", severity=WARNING) for f in located)
     digests = tuple(scanned.digests.values())
     unread = frozenset(t.name for t in snapshot.checkpoint.tensors if t.name not in scanned.digests)
     return Side(location, algorithm, digests, snapshot.checkpoint.aliases, unread, told)

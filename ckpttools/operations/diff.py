@@ -14,6 +14,7 @@ from itertools import islice
 from threading import local
 
 from ckpttools.checksums import ChecksumIndex, ChecksumWatch
+from ckpttools.containers.copies import with_roots
 from ckpttools.errors import ConversionError, FindingsError, NotRecognisedError, StorageError, UsageError
 from ckpttools.findings import ERROR, WARNING, Finding
 from ckpttools.gather import Gather
@@ -114,6 +115,7 @@ def diff(
     a: str,
     b: str,
     *,
+    roots: tuple[Sequence[str], Sequence[str]] = ((), ()),
     choice: Choice | None = None,
     tolerance: Tolerance | None = None,
     allow_missing: bool = False,
@@ -125,6 +127,7 @@ def diff(
     """Compare the snapshots at two locations.
 
     Args:
+        roots: of each side, further places that hold files of the same snapshot.
         choice: which entries, by their names as they are compared, and how names of A change; all as they are unless given.
         tolerance: elements within it count as equal; without one, every bit counts.
         allow_missing: an entry that only one side has is no difference.
@@ -135,7 +138,7 @@ def diff(
         ConversionError: when nothing is chosen, or two entries of A get one name.
     """
     choice = choice or Choice()
-    sides = _Side(a, _opened(a, b)), _Side(b, _opened(b, a))
+    sides = _Side(a, _opened(a, roots[0], b)), _Side(b, _opened(b, roots[1], a))
     checkpoints = sides[0].checkpoint, sides[1].checkpoint
     pairs, object_pairs = match_tensors(*checkpoints, choice), match_objects(*checkpoints, choice)
     if not pairs and not object_pairs:
@@ -153,9 +156,9 @@ def diff(
     return Diff(*checkpoints, tensors, objects, tuple(findings), tolerance, allow_missing, comparison.bytes_read)
 
 
-def _opened(location: str, other: str) -> Snapshot:
+def _opened(location: str, roots: Sequence[str], other: str) -> Snapshot:
     try:
-        return open_snapshot(location, is_located=True)
+        return open_snapshot(location, roots=roots, is_located=True)
     except NotRecognisedError as e:
         if read_list(location) is None:
             raise
@@ -203,9 +206,10 @@ class _Side:
     def told(self) -> Iterator[Finding]:
         """All that is wrong with this side, each with the side's name; what follows from what was told is not told again."""
         is_told = any(f.is_error for f in self.checkpoint.findings)
-        for f in (*self.checkpoint.findings, *self.findings):
-            if not (is_told and f in self.findings and f.code in ("uncovered", "pieces-overlap")):
-                yield replace(f, where=f"{f.where} of {self.label}")
+        follows = [f for f in self.findings if is_told and f.code in ("uncovered", "pieces-overlap")]
+        told = [f for f in (*self.checkpoint.findings, *self.findings) if f not in follows]
+        for f in with_roots(told, self.checkpoint.files):
+            yield replace(f, where=f"{f.where} of {self.label}")
 
 
 class _UnreadError(Exception):

@@ -49,6 +49,7 @@ def validate(
     roots: Sequence[str] = (),
     depth: str = "full",
     against: str | None = None,
+    against_roots: Sequence[str] = (),
     allow_missing: bool = False,
     finite: bool = False,
     jobs: int = 1,
@@ -61,6 +62,7 @@ def validate(
         roots: further places that hold files of the same snapshot.
         depth: `commit` (names and lengths), `structure` (every container opened), `full` (every byte read).
         against: a seal, a hash list, or another snapshot in any layout; compared at depth `full`.
+        against_roots: further places that hold files of that other snapshot.
         allow_missing: a tensor that only one side has is a note, not an error.
         finite: also look for NaN and infinity.
 
@@ -72,7 +74,7 @@ def validate(
     other: Side | None = None
     algorithm = seal.algorithm if seal else "blake3"
     if against is not None:
-        other = open_side(against, algorithm=algorithm, jobs=jobs, memory_bytes=memory_bytes)
+        other = open_side(against, roots=against_roots, algorithm=algorithm, jobs=jobs, memory_bytes=memory_bytes)
         algorithm = algorithm if seal else other.algorithm
 
     def read_all(algorithm: str, *, is_checking: bool) -> Scan:

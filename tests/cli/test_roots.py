@@ -53,6 +53,12 @@ class TestReading:
         assert answer.exit_code == 3
         assert "__3_0.distcp" in answer.said
 
+    def test_a_glob_is_a_side_of_a_comparison(self, nodes: list[Path], ckpttools: Run) -> None:
+        assert ckpttools("diff", glob_of(nodes), SNAPSHOT).exit_code == 0
+        assert ckpttools("diff", SNAPSHOT, glob_of(nodes)).exit_code == 0
+        assert ckpttools("validate", SNAPSHOT, "--against", glob_of(nodes)).exit_code == 0
+        assert ckpttools("diff", SNAPSHOT, nodes[0]).exit_code != 0
+
     def test_a_place_that_is_not_there_is_named(self, nodes: list[Path], ckpttools: Run) -> None:
         answer = ckpttools("validate", nodes[0], "--root", "/nowhere/step-1")
         assert answer.exit_code == 4

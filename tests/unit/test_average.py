@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,9 @@ from hypothesis import strategies as st
 from ckpttools.average import Averager, has_mean
 from ckpttools.cast import DTYPES, cast
 from ckpttools.dtypes import BY_NAME
+from ckpttools.gather import Gather
+from ckpttools.model import Box, Extent, Piece, TensorEntry, TensorSpec
+from ckpttools.storage.source import open_source
 
 FLOAT32 = st.binary(min_size=4, max_size=4)
 
@@ -83,3 +87,41 @@ def same(dtype: str, a: bytes, b: bytes) -> bool:
 @pytest.mark.parametrize("dtype", ["int64", "bool", "complex64", "float8_e8m0fnu", "float4_e2m1fn_x2"])
 def test_what_is_no_number_has_no_mean(dtype):
     assert not has_mean(BY_NAME[dtype])
+
+
+class TestGather:
+    """A piece with `mean_with` streams like any other, whatever way its copies are stored."""
+
+    def entry(self, root: Path, *, rows: int, columns: int) -> tuple[TensorEntry, np.ndarray]:
+        """A tensor of two pieces: the first the mean of a row-major, a transposed and a big-endian copy, the second plain."""
+        rng = np.random.default_rng(3)
+        copies = [rng.standard_normal((rows, columns)).astype("<f4") for _ in range(3)]
+        rest = rng.standard_normal((2, columns)).astype("<f4")
+        stored = (copies[0].tobytes(), copies[1].T.tobytes(), copies[2].astype(">f4").tobytes(), rest.tobytes())
+        for name, data in zip("abcr", stored, strict=True):
+            (root / name).write_bytes(data)
+        length = rows * columns * 4
+        others = (Extent("b", 0, length, (1, rows)), Extent("c", 0, length, transforms=("byteswap",)))
+        pieces = (
+            Piece(Box((0, 0), (rows, columns)), Extent("a", 0, length), mean_with=others),
+            Piece(Box((rows, 0), (2, columns)), Extent("r", 0, 8 * columns)),
+        )
+        wide = [c.astype("<f8") for c in copies]
+        expected = np.concatenate([((wide[0] + wide[1] + wide[2]) / 3).astype("<f4"), rest])
+        spec = TensorSpec("w", BY_NAME["float32"], (rows + 2, columns))
+        return TensorEntry(spec, ("w",), pieces), expected
+
+    @pytest.mark.parametrize(("rows", "columns"), [(3, 5), (300, 200), (2, 70_000)])
+    def test_values_are_the_mean_tile_by_tile(self, rows, columns, tmp_path):
+        entry, expected = self.entry(tmp_path, rows=rows, columns=columns)
+        source, _ = open_source(str(tmp_path))
+        tiles = [bytes(t) for t in Gather(source, memory_bytes=1 << 20).stream(entry)]
+        assert expected.tobytes() == b"".join(tiles)
+        assert max(map(len, tiles)) <= 64 << 10
+
+    def test_a_box_of_it_is_the_mean_of_that_box(self, tmp_path):
+        entry, expected = self.entry(tmp_path, rows=9, columns=8)
+        source, _ = open_source(str(tmp_path))
+        box = Box((7, 2), (3, 5))
+        found = b"".join(bytes(t) for t in Gather(source, memory_bytes=1 << 20).stream(entry, box))
+        assert expected[7:10, 2:7].tobytes() == found

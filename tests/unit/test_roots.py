@@ -16,11 +16,11 @@ from ckpttools.layouts import open_snapshot
 from ckpttools.operations.sealing import hash_tensors
 from ckpttools.operations.validate import Validation, validate
 from ckpttools.snapshots.find import resolve
-from tests.fixture_cases import FIXTURES, Case, cases
+from tests.fixture_cases import FIXTURES, Case, readable
 from tests.root_cases import by_rank, spread
 
 TORCH = FIXTURES / "torch"
-WHOLE = [(case.name, target.path) for case in cases("torch", damaged=False) for target in case.targets() if target.path.is_dir()]
+WHOLE = [(case.name, target.path) for case in readable(damaged=False) for target in case.targets() if target.path.is_dir()]
 NO_COLLECTIVES = TORCH / "dcp_no_collectives_w2" / "ckpt"
 
 
