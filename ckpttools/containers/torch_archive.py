@@ -27,6 +27,7 @@ _ALIGNMENT = 64
 _LIMIT32 = 0xFFFFFFFF
 _FLAGS = 0x0808
 _ROOT = "archive"
+_MAX_JOINED_BYTES = 1024
 
 
 def tensor_record(spec: TensorSpec, key: str) -> Object:
@@ -136,6 +137,8 @@ class _Archive:
     checksums: list[ChecksumSlot] = field(default_factory=list)
     directory: list[tuple[str, int, int, int, int | None]] = field(default_factory=list)
     """(name, header offset, data offset, data length, CRC-32 where it is known)."""
+    empty_slot: int = -1
+    """Where the last slot without bytes is: no literal may reach across it."""
 
     def add_bytes(self, name: str, data: bytes) -> None:
         """A member whose bytes are known."""
@@ -154,6 +157,7 @@ class _Archive:
         data = self.position
         self.slots += slots(data)
         self.position += length
+        self.empty_slot = self.empty_slot if length else data
         self.directory.append((name, start, data, length, None if length else 0))
         if length:
             self._literal(b"PK\x07\x08")
@@ -174,9 +178,16 @@ class _Archive:
         return fixed + encoded + extra, start
 
     def _literal(self, data: bytes) -> None:
-        if data:
+        """Small neighbours become one: there are five between two tensors, and files of thousands of ranks."""
+        if not data:
+            return
+        last = self.literals[-1] if self.literals else None
+        touches = last is not None and last.offset + len(last.data) == self.position != self.empty_slot
+        if last is not None and touches and len(last.data) + len(data) <= _MAX_JOINED_BYTES:
+            self.literals[-1] = Literal(last.offset, last.data + data)
+        else:
             self.literals.append(Literal(self.position, data))
-            self.position += len(data)
+        self.position += len(data)
 
     def _checksum(self, offset: int, length: int) -> None:
         self.checksums.append(ChecksumSlot(self.position, offset, length))
