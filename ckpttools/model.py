@@ -151,8 +151,6 @@ class TensorEntry:
     fallen behind, and a difference is a warning."""
     rounded_from: str = ""
     """The name of the tensor of higher precision whose values, rounded, these must be, where the writer keeps both."""
-    is_buffer: bool = False
-    """Whether the layout says that it is a buffer of the model and no parameter."""
 
     @property
     def name(self) -> str:

@@ -74,7 +74,7 @@ class Choice:
     """Write tied tensors under each of their names."""
     weights: str = "model"
     """Which weights, where there are two kinds: `model`, in the dtype that training used, or `fp32`, the masters that the
-    optimizer keeps of them (and buffers widened to float32)."""
+    optimizer keeps of them; what has none (frozen weights, buffers) is widened, which is exact."""
 
 
 def select(checkpoint: Checkpoint, choice: Choice, *, is_weights_only_by_default: bool) -> Selection:
@@ -114,8 +114,8 @@ def select(checkpoint: Checkpoint, choice: Choice, *, is_weights_only_by_default
             tensors[name] = entry
     widened: frozenset[str] = frozenset()
     if choice.weights == "fp32":
-        widened = frozenset(n for n, t in tensors.items() if t.is_buffer and t.spec.dtype.is_floating)
         tensors = _masters(checkpoint, tensors)
+        widened = frozenset(n for n, t in tensors.items() if t.family == MODEL and t.spec.dtype.name in ("bfloat16", "float16"))
     objects = tuple(o for o in checkpoint.objects if not is_weights_only and not _matches(o.name, choice.exclude))
     return Selection(tensors, aliases, objects, tuple(t.name for t in left), widened)
 

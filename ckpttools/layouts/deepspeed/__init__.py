@@ -68,7 +68,7 @@ class DeepSpeed:
         _read_tensors(book, files, names, ranks)
         extra = read_client_state(book, files, ranks)
         check_steps(files, ranks)
-        tensors = (*with_masters(book.entries(), book.shared), *extra)
+        tensors = (*with_masters(book.entries(), book.shared, book.buffers), *extra)
         data = set(names.files)
         return Contents(
             tensors=tensors,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckpttools.dtypes import DType
@@ -152,17 +152,16 @@ class Book:
             tuple(replicas),
             family=OPTIMIZER if key else MODEL,
             stale_copies=tuple(stale),
-            is_buffer=not key and name in self.buffers,
         )
 
 
-def with_masters(entries: Iterable[TensorEntry], shared: dict[str, str]) -> list[TensorEntry]:
+def with_masters(entries: Iterable[TensorEntry], shared: Mapping[str, str], buffers: Collection[str]) -> list[TensorEntry]:
     """The weights told which master they are the rounding of, where both are stored. Pure."""
     entries = list(entries)
     by_name = {e.name: e for e in entries}
     found = []
     for entry in entries:
-        if entry.family == MODEL and entry.spec.dtype.is_floating and not entry.is_buffer:
+        if entry.family == MODEL and entry.spec.dtype.is_floating and entry.name not in buffers:
             kept = shared.get(entry.name, entry.name)
             master = by_name.get(f"optimizer.state.{kept}.fp32")
             if master is not None and master.spec.shape == entry.spec.shape and master.pieces != entry.pieces:

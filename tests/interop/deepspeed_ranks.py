@@ -1,0 +1,138 @@
+"""Trains a tiny model with the real DeepSpeed engine on CPU ranks; run as a script, one process per rank.
+
+    python deepspeed_ranks.py OPTIONS.json
+
+The file holds a list of runs, done one after the other in the same processes, since importing DeepSpeed takes longest.
+Options of a run: ranks, directory, stage, dtype (fp32, bf16, fp16), steps, save (tag), load (tag), universal, losses
+(file for the losses of the first rank), state (file for parameters and optimizer state at the end), zero (further
+zero_optimization settings), groups, frozen, hidden, offload.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def model_of(options: dict[str, Any]):
+    import torch
+
+    class Model(torch.nn.Module):
+        def __init__(self, hidden: int) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(31, hidden)
+            self.odd = torch.nn.Parameter(torch.linspace(0.5, 1.5, 7))
+            self.norm = torch.nn.LayerNorm(hidden)
+            self.up = torch.nn.Linear(hidden, 2 * hidden + 1)
+            self.down = torch.nn.Linear(2 * hidden + 1, hidden)
+            self.frozen = torch.nn.Linear(hidden, hidden)
+            self.head = torch.nn.Linear(hidden, 31, bias=False)
+            self.register_buffer("scale", torch.tensor([0.5, 0.25]))
+            self.register_buffer("count", torch.arange(3))
+            if options.get("tied", True):
+                self.head.weight = self.embed.weight
+            if options.get("frozen", True):
+                self.frozen.requires_grad_(False)
+
+        def forward(self, tokens):
+            x = self.embed(tokens) * self.odd.sum().to(self.embed.weight.dtype)
+            x = x + self.down(torch.tanh(self.up(self.norm(x)))) + self.frozen(x) * self.scale[0].to(x.dtype)
+            return torch.nn.functional.cross_entropy(self.head(x).float().view(-1, 31), tokens.view(-1))
+
+    torch.manual_seed(int(options.get("seed", 1)))
+    return Model(int(options.get("hidden", 12)))
+
+
+def groups_of(model, options: dict[str, Any]):
+    params = [p for p in model.parameters() if p.requires_grad]
+    if options.get("groups", 2) == 1:
+        return [{"params": params}]
+    return [
+        {"params": [p for p in params if len(getattr(p, "ds_shape", p.shape)) > 1], "weight_decay": 0.1},
+        {"params": [p for p in params if len(getattr(p, "ds_shape", p.shape)) < 2], "weight_decay": 0.0},
+    ]
+
+
+def config_of(options: dict[str, Any]) -> dict[str, Any]:
+    stage, dtype = options["stage"], options.get("dtype", "bf16")
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 10**9,
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage, "overlap_comm": False, **options.get("zero", {})},
+        **options.get("config", {}),
+    }
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
+    if options.get("universal"):
+        config["checkpoint"] = {"load_universal": True}
+    return config
+
+
+def state_of(engine) -> dict[str, Any]:
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    found = {}
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad:
+            found[f"{name}.fp32"] = safe_get_full_fp32_param(param)
+            for key in ("exp_avg", "exp_avg_sq") if engine.zero_optimization_stage() == 3 else ():  # others link it lazily
+                found[f"{name}.{key}"] = safe_get_full_optimizer_state(param, key)
+    return {k: v.detach().clone() for k, v in found.items() if v is not None}
+
+
+def train(rank: int, options: dict[str, Any]) -> None:
+    import deepspeed
+    import torch
+
+    model = model_of(options)
+    optimizer = torch.optim.AdamW(groups_of(model, options), lr=0.01)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(options))
+    if options.get("load"):
+        path, _ = engine.load_checkpoint(options["directory"], tag=options["load"])
+        assert path, "nothing was loaded"
+    losses = []
+    for step in range(options.get("steps", 3)):
+        torch.manual_seed(1000 + engine.global_steps)
+        tokens = torch.randint(0, 31, (4, 5)) if options.get("same_batch", True) else torch.randint(0, 31, (4, 5)) + rank
+        loss = engine(tokens)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+        del step
+    if options.get("state"):
+        found = state_of(engine)
+        if rank == 0:
+            torch.save(found, options["state"])
+    if options.get("save"):
+        engine.save_checkpoint(options["directory"], tag=options["save"], client_state={"epoch": 2, **options.get("client", {})})
+    if options.get("losses") and rank == 0:
+        with open(options["losses"], "w", encoding="utf-8") as file:
+            json.dump(losses, file)
+    torch.distributed.barrier()
+
+
+def main() -> None:
+    with open(sys.argv[1], encoding="utf-8") as file:
+        runs = json.load(file)
+    import deepspeed
+    import torch
+
+    torch.set_num_threads(1)
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+    deepspeed.init_distributed("gloo")
+    for options in runs:
+        train(int(os.environ["RANK"]), options)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
