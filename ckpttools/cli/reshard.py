@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,7 +15,7 @@ from ckpttools.units import render_bytes_short
 if TYPE_CHECKING:
     from ckpttools.operations.reshard import Resharding
 
-_TARGETS = ("dcp", "safetensors", "megatron-dist")
+_TARGETS = ("dcp", "safetensors", "dtensor", "torch", "vllm", "megatron-dist")
 """Those of `operations.targets`, which is not loaded for a help text."""
 _EPILOG = options.examples(
     "ckpttools reshard checkpoint/step-1000 restart/ --to dcp --mesh fsdp=48",
@@ -58,6 +58,14 @@ def _stages(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
 @click.option("--pp-layers", callback=_stages, metavar="N,N,...", help="Layers of each pipeline stage.  [default: equal blocks]")
 @click.option("--model-config", metavar="FILE", help="A config.json or params.json with the numbers of heads.  [default: SRC's]")
 @click.option("--files-per-rank", type=click.IntRange(1, 1024), default=1, show_default=True, help="Data files of each rank.")
+@click.option(
+    "--max-part-size",
+    "max_part_bytes",
+    type=options.SIZE,
+    metavar="SIZE",
+    help="Divide a rank's safetensors file beyond this size.",
+)
+@click.option("--torch-release", default="", metavar="X.Y", help="The torch that shall load pickled DTensors.  [default: newest]")
 @options.choice
 @click.option("--weights-only", is_flag=True, help="The model's tensors alone, without optimizer state and objects.")
 @click.option("--drop", is_flag=True, help="Leave behind what the target cannot hold.")
@@ -76,7 +84,6 @@ def command(
     placements: str,
     pp_layers: tuple[int, ...],
     model_config: str | None,
-    files_per_rank: int,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     rename: tuple[str, ...],
@@ -92,6 +99,7 @@ def command(
     memory: int,
     quiet: bool,
     verbose: bool,
+    **details: Any,
 ) -> ExitCode:
     """Lay a checkpoint of any layout out for the ranks of a mesh: each rank finds its own share in files of its own.
 
@@ -104,18 +112,18 @@ def command(
     from ckpttools.operations.place import Placing
     from ckpttools.operations.reshard import reshard
     from ckpttools.operations.select import Choice, Renaming
+    from ckpttools.operations.targets import Details
 
     choice = Choice(include, exclude, weights_only or None, Renaming.parse(strip_prefix, rename))
-    location = take_snapshot(src)
     with render.late_progress("writing", is_quiet=quiet, is_verbose=verbose) as (report, set_total):
         resharding = reshard(
-            location,
+            take_snapshot(src),
             dst,
             target=target,
             mesh=mesh,
             choice=choice,
             placing=Placing(placements, pp_layers, model_config),
-            files_per_rank=files_per_rank,
+            details=Details(**details),
             is_dropping=drop,
             is_dry_run=dry_run,
             manner=Manner(allow_findings, overwrite, not no_verify, jobs, memory, report),
@@ -123,10 +131,8 @@ def command(
         )
     if is_json:
         render.write_json(documents.resharding(resharding))
-    elif dry_run:
-        _write_plan(resharding)
-    elif not quiet:
-        _write_summary(resharding)
+    elif dry_run or not quiet:
+        (_write_plan if dry_run else _write_summary)(resharding)
     return ExitCode.OK
 
 

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from ckpttools.layouts import dcp
-from ckpttools.layouts.dcp_hf import write as write_shards
-from ckpttools.layouts.megatron_dist import write as write_torch_dist
+from ckpttools.layouts import dcp, vllm
+from ckpttools.layouts.dcp_hf import write as dcp_hf
+from ckpttools.layouts.megatron_dist import write as megatron_dist
+from ckpttools.layouts.per_rank import write as per_rank
 from ckpttools.model import Arrangement, Mesh, ObjectEntry, Path
 from ckpttools.placement.local import PlacedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What some targets can be told beside the mesh; the others ignore it."""
+
+    files_per_rank: int = 1
+    max_part_bytes: int | None = None
+    """Of tensors in one safetensors file, where a rank's share may be divided."""
+    torch_release: str = ""
+    """The release that shall load pickled DTensors; the newest known unless given."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +36,7 @@ class Request:
     """Path of each branch of nested values that is a `list` or a `tuple`."""
     aliases: Mapping[str, str]
     """Output name that is not written -> the output name whose tensor it is."""
-    files_per_rank: int = 1
-    max_part_bytes: int | None = None
+    details: Details = Details()
 
 
 @dataclass(frozen=True)
@@ -35,14 +47,14 @@ class Target:
     """As `--to` has it."""
     summary: str
     arrange: Callable[[Request], Arrangement]
-    holds_objects: bool
+    refusals: Callable[[Request], Mapping[str, str]]
+    """Name of a tensor or object -> why the files cannot hold it."""
+    holds_objects: bool = True
     """Whether it has a place for what is no tensor."""
-    holds_state: bool
+    holds_state: bool = True
     """Whether it has a place for optimizer state and other families beside the model's tensors."""
     needs_even: bool = False
-    """Whether every rank's share must have the same size: the files do not say which box they hold."""
-    states_boxes: bool = True
-    """Whether what is written says which box of which tensor it is, so that it reads back as one checkpoint."""
+    """Whether every rank's share must have the same shape, as whoever loads plain tensors expects."""
     shares_storage: bool = False
     """Whether tied tensors stay one stored tensor under several names; otherwise each name is written."""
     holds_whole_items: bool = False
@@ -55,28 +67,61 @@ def _dcp(request: Request) -> Arrangement:
         request.mesh,
         objects=request.objects,
         sequences=request.sequences,
-        files_per_rank=request.files_per_rank,
+        files_per_rank=request.details.files_per_rank,
     )
 
 
 def _safetensors(request: Request) -> Arrangement:
-    return write_shards.arrange_ranks(
+    return dcp_hf.arrange_ranks(
         request.tensors,
         request.mesh,
         objects=request.objects,
         sequences=request.sequences,
         aliases=request.aliases,
-        max_file_bytes=request.max_part_bytes,
+        max_file_bytes=request.details.max_part_bytes,
     )
 
 
-def _megatron_dist(request: Request) -> Arrangement:
-    return write_torch_dist.arrange_ranks(
+def _vllm(request: Request) -> Arrangement:
+    return vllm.arrange_ranks(
         request.tensors,
         request.mesh,
         objects=request.objects,
         sequences=request.sequences,
-        files_per_rank=request.files_per_rank,
+        aliases=request.aliases,
+        max_part_bytes=request.details.max_part_bytes,
+    )
+
+
+def _megatron_dist(request: Request) -> Arrangement:
+    return megatron_dist.arrange_ranks(
+        request.tensors,
+        request.mesh,
+        objects=request.objects,
+        sequences=request.sequences,
+        files_per_rank=request.details.files_per_rank,
+    )
+
+
+def _torch(request: Request, *, has_dtensors: bool) -> Arrangement:
+    return per_rank.arrange_ranks(
+        request.tensors,
+        request.mesh,
+        objects=request.objects,
+        sequences=request.sequences,
+        aliases=request.aliases,
+        has_dtensors=has_dtensors,
+        torch_release=request.details.torch_release,
+    )
+
+
+def _torch_refusals(request: Request, *, has_dtensors: bool) -> dict[str, str]:
+    return per_rank.refusals(
+        request.tensors,
+        request.mesh,
+        objects=request.objects,
+        has_dtensors=has_dtensors,
+        torch_release=request.details.torch_release,
     )
 
 
@@ -85,23 +130,47 @@ TARGETS = (
         "dcp",
         "torch.distributed.checkpoint: `.metadata` and `__<rank>_<n>.distcp`",
         _dcp,
-        holds_objects=True,
-        holds_state=True,
+        lambda request: dcp.refusals(request.objects),
         holds_whole_items=True,
     ),
     Target(
         "safetensors",
         "what DCP's Hugging Face writer leaves per rank: `shard-<rank + 1>-model-<i>-of-<n>.safetensors`",
         _safetensors,
+        lambda request: dcp_hf.refusals(request.tensors, request.mesh, objects=request.objects),
         holds_objects=False,
         holds_state=False,
+    ),
+    Target(
+        "dtensor",
+        "a torch file of DTensors per rank, as verl and FSDP2 have it: `model_world_size_<W>_rank_<R>.pt`",
+        partial(_torch, has_dtensors=True),
+        partial(_torch_refusals, has_dtensors=True),
+        shares_storage=True,
+    ),
+    Target(
+        "torch",
+        "the same files with plain tensors, each rank's own share",
+        partial(_torch, has_dtensors=False),
+        partial(_torch_refusals, has_dtensors=False),
+        needs_even=True,
+        shares_storage=True,
+    ),
+    Target(
+        "vllm",
+        "vLLM's sharded state: `model-rank-<R>-part-<P>.safetensors`",
+        _vllm,
+        lambda request: vllm.refusals(request.tensors, request.mesh, objects=request.objects),
+        holds_objects=False,
+        holds_state=False,
+        needs_even=True,
+        shares_storage=True,
     ),
     Target(
         "megatron-dist",
         "Megatron-core's torch_dist: DCP's files, `common.pt` and `metadata.json`",
         _megatron_dist,
-        holds_objects=True,
-        holds_state=True,
+        lambda request: dcp.refusals(request.objects),
         holds_whole_items=True,
     ),
 )

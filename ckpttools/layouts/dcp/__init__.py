@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from ckpttools.containers.dcp_arrange import Chunk, ObjectItem, arrange_directory
 from ckpttools.containers.dcp_directory import find_directory, find_rank_directories, read_directory
 from ckpttools.containers.torch_archive import object_archive
+from ckpttools.containers.trees import persistent_ids
 from ckpttools.errors import ConversionError
 from ckpttools.layouts.base import Contents, Part, Peek
 from ckpttools.model import Arrangement, Mesh, ObjectEntry, Path, render_path
@@ -92,6 +93,24 @@ def arrange_ranks(
     return Arrangement(LAYOUT.name, arrange_directory(rows, items, paths=paths, files_per_rank=files_per_rank))
 
 
+def refusals(objects: Sequence[ObjectEntry]) -> dict[str, str]:
+    """Name of an object -> why a DCP directory cannot hold it. Pure."""
+    found = {}
+    for entry in objects:
+        if _is_item(entry):
+            continue
+        if entry.record is None and entry.kind != "NoneType":
+            found[entry.name] = f"{entry.kind}: it was not read"
+        elif next(persistent_ids(entry.record), None) is not None:
+            found[entry.name] = f"{entry.kind}: tensors lie inside of it"
+    return found
+
+
+def _is_item(entry: ObjectEntry) -> bool:
+    """Whether an object is a whole torch file in the source, which goes over as it is."""
+    return entry.extent is not None and entry.extent.container == "torch" and entry.extent.encoding is None
+
+
 def _rank_of(owned: tuple[object, int]) -> int:
     return owned[1]
 
@@ -105,6 +124,6 @@ def _keys(name: str, path: Path, sequences: Mapping[Path, str]) -> Path:
 
 def _object_item(entry: ObjectEntry) -> ObjectItem:
     extent = entry.extent
-    if extent is not None and extent.container == "torch" and extent.encoding is None:
+    if extent is not None and _is_item(entry):
         return ObjectItem(entry.name, source=(extent.file, extent.offset, extent.length))
     return ObjectItem(entry.name, data=object_archive(entry.record))
