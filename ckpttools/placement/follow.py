@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ckpttools.model import Path, TensorSpec
 from ckpttools.placement.globs import unwrapped
 
+_MAX_PARTS = 48
 Named = tuple[TensorSpec, Path]
 
 
@@ -45,21 +46,26 @@ class _Ends:
     def __init__(self, parameters: Sequence[TensorSpec]) -> None:
         self._by_end: dict[str, TensorSpec | None] = {}
         for spec in parameters:
-            name = unwrapped(spec.name)
+            name = _short(spec.name)
             for end in _ends(name):
                 self._by_end[end] = None if end in self._by_end and end != name else spec
         # a whole name is that parameter's, whatever longer names end with it
-        self._by_end.update({unwrapped(spec.name): spec for spec in parameters})
+        self._by_end.update({_short(spec.name): spec for spec in parameters})
 
     def owner(self, name: str) -> TensorSpec | None:
         """The parameter whose name, or whose name's end, is the longest stretch of a name of optimizer state."""
-        parts = unwrapped(name).split(".")
+        parts = _short(name).split(".")
         for length in range(len(parts) - 1, 0, -1):
             for start in range(len(parts) - length, -1, -1):
                 stretch = ".".join(parts[start : start + length])
                 if stretch in self._by_end:
                     return self._by_end[stretch]
         return None
+
+
+def _short(name: str) -> str:
+    """A name without wrappers, and no more than its last parts: time grows with the square of their number."""
+    return ".".join(unwrapped(name).rsplit(".", _MAX_PARTS)[-_MAX_PARTS:])
 
 
 def _ends(name: str) -> Iterator[str]:

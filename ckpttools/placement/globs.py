@@ -16,6 +16,7 @@ WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 _WRAPPER = re.compile("|".join(sorted(WRAPPERS)))
 PLACEHOLDERS = ("layer", "expert")
 _MAX_LENGTH = 400
+_MAX_NAME = 1000
 _MAX_OPEN = 4
 """How often `**` may stand in a pattern: each doubles the ways in which a name can be tried."""
 _TOKEN = re.compile(r"\*+|\?|\[!?\]?[^\]]*\]|\{[^}]*\}|[^*?\[\]{}^]+")
@@ -30,6 +31,12 @@ def unwrapped(name: str) -> str:
         return name
     kept = [part for part in name.split(".") if part not in WRAPPERS]
     return ".".join(kept) if kept else name
+
+
+def told_by(name: str) -> str:
+    """What of a name is looked at: it without wrappers, and no more than its end, for trying a pattern takes time that grows
+    with the square of a name's length, and names are untrusted. Pure."""
+    return unwrapped(name[-_MAX_NAME:])
 
 
 def skeleton(name: str) -> str:
@@ -64,7 +71,7 @@ def parse_glob(glob: str) -> str:
         at = token.end()
     if len(set(placeholders)) != len(placeholders):
         raise ValueError(f"{placeholders[0]} stands there twice")
-    start = "" if glob.startswith("^") else r"(?:.*?\.)??"
+    start = "" if glob.startswith(("^", "**")) else r"(?:.*?\.)??"
     return start + "".join(found)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ckpttools.placement.globs import compile_globs, skeleton, tells_numbers_apart, unwrapped
+from ckpttools.placement.globs import compile_globs, skeleton, tells_numbers_apart, told_by
 
 CUTTING_AXES = ("tp", "ep", "fsdp", "pp")
 """Axes that a rule may give a dimension to; `dp` replicates. `pp` cuts layers that are stacked in one tensor; of others it
@@ -112,7 +112,7 @@ class RuleSet:
 
     def matching(self, name: str) -> tuple[Rule, ...]:
         """The rules that name a tensor, in order, up to the first that replicates."""
-        name = unwrapped(name)
+        name = told_by(name)
         key = skeleton(name) if self._is_told_by_skeleton else name
         if key not in self._matching:
             found: list[Rule] = []
@@ -126,7 +126,7 @@ class RuleSet:
 
     def layer_of(self, name: str) -> tuple[int, int] | None:
         """(stack, layer) that a name belongs to; None for none."""
-        name = unwrapped(name)
+        name = told_by(name)
         for stack, expression in enumerate(self.stages.layer_expressions):
             match = expression.fullmatch(name)
             if match:
@@ -136,7 +136,7 @@ class RuleSet:
     def order_of(self, name: str) -> tuple[int, int, int, int, str]:
         """Sorts names as a model has them: first, layer by layer, last; in a layer as the patterns name them, then by name."""
         layer = self.layer_of(name)
-        clean = unwrapped(name)
+        clean = told_by(name)
         part = 1 if layer is not None else 0 if self.stages.first_expression.fullmatch(clean) else 2
         place = next((i for i, glob in enumerate(self._patterns[part]) if glob.fullmatch(clean)), len(self._patterns[part]))
         return part, *(layer or (0, 0)), place, clean
@@ -149,7 +149,7 @@ class RuleSet:
 
     def expert_of(self, name: str) -> int | None:
         """The expert that a name belongs to; None for none."""
-        name = unwrapped(name)
+        name = told_by(name)
         for expression in self._expert_expression:
             match = expression.fullmatch(name)
             if match:
@@ -160,7 +160,7 @@ class RuleSet:
         """Whether names, and shapes where these count, are those of such a model."""
         if self.gated and not any(_are_gated(shapes, first, second) for first, second in self.gated):
             return False
-        names = sorted({skeleton(unwrapped(name)) for name in shapes})
+        names = sorted({skeleton(told_by(name)) for name in shapes})
 
         def is_there(glob: str) -> bool:
             expression = compile_globs([glob])

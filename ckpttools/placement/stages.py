@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckpttools.geometry import split
 from ckpttools.placement.fit import Constraint, Requirements
-from ckpttools.placement.globs import unwrapped
+from ckpttools.placement.globs import told_by
 from ckpttools.placement.rules import RuleSet
 
 
@@ -32,7 +32,7 @@ class StagePlan:
         if place is not None:
             stage = self._stage(self.order.get(place, len(self.order)))
             return (stage,), f"stage {stage}, layer {place[1]}"
-        name, last = unwrapped(name), self.stage_count - 1
+        name, last = told_by(name), self.stage_count - 1
         stages = self.rules.stages
         if any(stages.tied_expressions[i][0].fullmatch(name) for i in self.tied):
             return (0, last), f"stages 0 and {last}, embedding and head in one"
@@ -82,7 +82,7 @@ def equal_blocks(layers: int, stages: int) -> tuple[int, ...]:
 
 def _tied(names: Sequence[str], rules: RuleSet) -> frozenset[int]:
     """Which embeddings have none of the heads that may share them."""
-    cleaned = [unwrapped(name) for name in names if rules.layer_of(name) is None]
+    cleaned = [told_by(name) for name in names if rules.layer_of(name) is None]
     pairs = rules.stages.tied
     with_head = {pairs[i][0] for i, (_, head) in enumerate(rules.stages.tied_expressions) if any(map(head.fullmatch, cleaned))}
     return frozenset(i for i, (embedding, _) in enumerate(pairs) if embedding not in with_head)

@@ -210,6 +210,16 @@ class TestState:
         assert found.tensors[0].placement == Placement()
 
 
+def test_names_beyond_reason_take_no_time_beyond_it() -> None:
+    long = "layers.1." * 30_000
+    names = [long + "self_attn.q_proj.weight", "_orig_mod." * 30_000 + "w", "a" * 300_000, "." * 300_000]
+    tensors = [tensor(name, 4, 4) for name in names]
+    tensors += [tensor(f"optimizer.state.{name}.exp_avg", 4, 4, family="optimizer") for name in names]
+    found = on("tp=2,fsdp=2", tensors)
+    assert found.problems == ()
+    assert found.tensors[0].placement.cuts == found.tensors[4].placement.cuts == (TP, ROWS)
+
+
 class TestRefusals:
     def test_heads_that_cannot_be_divided_are_refused_with_the_nearest_mesh(self) -> None:
         found = on("tp=4,fsdp=2", llama(), counts=Counts(heads=4, kv_heads=2))

@@ -121,6 +121,7 @@ class TestFormat:
         ("text", "said"),
         [
             ("rules = [", "not a TOML file: mine.toml"),
+            ("a = " + "[" * 20_000, "not a TOML file: mine.toml"),
             ("colour = 1", "unknown key `colour`"),
             ("rules = 3", "`rules` is not a list of tables"),
             ("\n\n" + RULE + RULE.replace("axis", "axes"), "rule 2 (line 7): unknown key `axes`"),
