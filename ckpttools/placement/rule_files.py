@@ -12,16 +12,20 @@ from importlib.resources import files
 
 from ckpttools.errors import UsageError
 from ckpttools.placement.globs import parse_glob
-from ckpttools.placement.rules import CUTTING_AXES, UNITS, Rule, RuleSet, Stages
+from ckpttools.placement.rules import CUTTING_AXES, UNITS, Proportion, Rule, RuleSet, Stages
 from ckpttools.toml import parse_toml
 
-BUILT_IN = ("gpt_oss", "mixtral", "llama", "gpt2", "bloom", "gpt_neox", "t5", "megatron_gated", "megatron")
+BUILT_IN = (
+    *("gpt_oss", "mixtral", "mixtral_transposed", "llama", "gpt2", "gpt2_linear", "bloom", "gpt_neox", "t5"),
+    *("megatron", "megatron_gated"),
+)
 """The sets that `choose` tries, in this order: a more particular one stands before the one whose names it shares."""
 OTHERS = ("llama_meta1", "buffers")
 """Further sets that are there to be named: Llama 1 and 2 as Meta cut them, and what every set has in the end."""
-_TOP = ("about", "include", "recognise", "unless", "gated", "replicate", "rules", "stages", "experts")
+_TOP = ("about", "include", "recognise", "unless", "shaped", "replicate", "rules", "stages", "experts")
 _RULE = ("tensors", "axis", "dim", "sections", "units")
 _STAGES = ("layers", "first", "last", "tied")
+_PROPORTION = ("tensor", "dim", "times", "of", "of_dim")
 _MAX_DIM = 8
 _MAX_SHARE = 1 << 40
 
@@ -65,7 +69,7 @@ def parse_rules(text: str, where: str) -> RuleSet:
     if not isinstance(about, str):
         raise reader.error("`about` is not a text")
     unless = reader.globs(table, "unless", "")
-    return RuleSet(where, tuple(rules), stages, experts, recognise, unless, reader.pairs(table, "gated", ""), about)
+    return RuleSet(where, tuple(rules), stages, experts, recognise, unless, reader.proportions(table), about)
 
 
 class _Reader:
@@ -162,6 +166,16 @@ class _Reader:
         if {type(item) for item in found} == {int, str}:
             raise self.error("`sections` has numbers and units; they cannot be compared", place)
         return tuple(found)
+
+    def proportions(self, table: Mapping[str, object]) -> tuple[Proportion, ...]:
+        found = table.get("shaped", [])
+        if not isinstance(found, list) or not all(isinstance(item, dict) and set(item) == set(_PROPORTION) for item in found):
+            raise self.error("`shaped` is not a list of proportions", expected=f"tables of {', '.join(_PROPORTION)}")
+        for item in found:
+            are_texts = isinstance(item["tensor"], str) and isinstance(item["of"], str)
+            if not are_texts or not all(type(item[key]) is int for key in ("dim", "times", "of_dim")):
+                raise self.error("`shaped` has names and numbers that are none", expected="two texts and three numbers")
+        return tuple(Proportion(*(item[key] for key in _PROPORTION)) for item in found)
 
     def stages(self, table: Mapping[str, object]) -> Stages:
         found = self.table(table, "stages")

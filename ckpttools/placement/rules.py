@@ -79,6 +79,32 @@ class Stages:
         return tuple((compile_globs([embedding]), compile_globs([head])) for embedding, head in self.tied)
 
 
+@dataclass(frozen=True, slots=True)
+class Proportion:
+    """That a dimension of one tensor is so many times a dimension of its partner, which has the same name but for its end."""
+
+    tensor: str
+    """End of the name."""
+    dim: int
+    times: int
+    of: str
+    """End of the partner's name; the same for a tensor's own dimensions."""
+    of_dim: int
+
+    def holds(self, shapes: Mapping[str, Sequence[int]]) -> bool:
+        """Whether it is true of every pair that is there."""
+        for name, shape in shapes.items():
+            if name == self.tensor or name.endswith(f".{self.tensor}"):
+                partner = shapes.get(name[: -len(self.tensor)] + self.of)
+                if partner is not None and not self._holds_for(shape, partner):
+                    return False
+        return True
+
+    def _holds_for(self, shape: Sequence[int], partner: Sequence[int]) -> bool:
+        are_there = -len(shape) <= self.dim < len(shape) and -len(partner) <= self.of_dim < len(partner)
+        return are_there and shape[self.dim] == self.times * partner[self.of_dim]
+
+
 @dataclass(frozen=True)
 class RuleSet:
     """Rules for the names of one kind of model."""
@@ -93,9 +119,8 @@ class RuleSet:
     """By which names the set is chosen: for some of these groups, each pattern names a tensor."""
     unless: tuple[str, ...] = ()
     """Patterns by which it is not chosen where they name a tensor."""
-    gated: tuple[tuple[str, str], ...] = ()
-    """(end of a name, end of its partner's): the set is chosen only where some first one has twice the rows that its partner
-    has columns, as the first layer of a gated feed-forward has."""
+    shaped: tuple[Proportion, ...] = ()
+    """What must be true of the shapes for it to be chosen: kinds of models share names and not layouts."""
     about: str = ""
 
     @cached_property
@@ -158,21 +183,11 @@ class RuleSet:
 
     def is_for(self, shapes: Mapping[str, Sequence[int]]) -> bool:
         """Whether names, and shapes where these count, are those of such a model."""
-        if self.gated and not any(_are_gated(shapes, first, second) for first, second in self.gated):
-            return False
         names = sorted({skeleton(told_by(name)) for name in shapes})
 
         def is_there(glob: str) -> bool:
             expression = compile_globs([glob])
             return any(expression.fullmatch(name) for name in names)
 
-        return not any(map(is_there, self.unless)) and any(all(map(is_there, group)) for group in self.recognise)
-
-
-def _are_gated(shapes: Mapping[str, Sequence[int]], first: str, second: str) -> bool:
-    """Whether a tensor with the first ending has twice the rows that its partner with the second has columns."""
-    for name, shape in shapes.items():
-        partner = shapes.get(name[: -len(first)] + second) if name.endswith(first) else None
-        if partner and len(shape) > 1 and shape[-2] == 2 * partner[-1]:
-            return True
-    return False
+        is_named = not any(map(is_there, self.unless)) and any(all(map(is_there, group)) for group in self.recognise)
+        return is_named and all(proportion.holds(shapes) for proportion in self.shaped)

@@ -25,7 +25,7 @@ def reasons(answer: Answer) -> dict[str, str]:
 
 def test_rules_are_chosen_by_the_names(ckpttools: Run, tmp_path: Path) -> None:
     told = reasons(reshard(ckpttools, tmp_path, "tp=2", "--dry-run", "--json"))
-    assert told["model.layers.0.attention.wo.weight"] == "tp dim 1 by rule 4 of llama"
+    assert told["model.layers.0.attention.wo.weight"] == "tp dim 1 by rule 5 of llama"
 
 
 def test_rules_of_the_source_are_found(ckpttools: Run, tmp_path: Path) -> None:

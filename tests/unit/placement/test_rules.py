@@ -147,7 +147,8 @@ class TestFormat:
             ("[stages]\ntied = [['a']]", "`tied` is not a list of pairs"),
             ("stages = 1", "`stages` is not a table"),
             ("[experts]\nnames = ['{layer}']", "bad pattern `{layer}`"),
-            ("gated = [['a']]", "`gated` is not a list of pairs"),
+            ("shaped = [{tensor = 'a'}]", "`shaped` is not a list of proportions"),
+            ("shaped = [{tensor = 'a', dim = true, times = 1, of = 'b', of_dim = 0}]", "`shaped` has names and numbers"),
             ("recognise = ['a']", "`recognise` is not a list of lists"),
             ("about = 1", "`about` is not a text"),
             ("replicate = [1]", "`replicate` is not a list of texts"),
@@ -189,9 +190,9 @@ class TestChoice:
             (["layers.0.attention.wq.weight"], "llama"),
             (["model.layers.0.block_sparse_moe.experts.7.w1.weight", "model.layers.0.self_attn.q_proj.weight"], "mixtral"),
             (["model.layers.0.mlp.experts.gate_up_proj"], "mixtral"),
+            (["model.layers.0.self_attn.W_pack.weight"], "llama"),
             (["layers.0.moe.experts.w1"], "mixtral"),
             (["model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.gate_up_proj_bias"], "gpt_oss"),
-            (["transformer.h.0.attn.c_attn.weight"], "gpt2"),
             (["h.0.self_attention.query_key_value.weight", "word_embeddings_layernorm.weight"], "bloom"),
             (["gpt_neox.layers.0.attention.query_key_value.weight", "gpt_neox.layers.0.mlp.dense_h_to_4h.weight"], "gpt_neox"),
             (["encoder.block.0.layer.0.SelfAttention.q.weight"], "t5"),
@@ -229,6 +230,25 @@ class TestChoice:
         )
         assert found is not None
         assert found.name == chosen
+
+    @pytest.mark.parametrize(
+        ("shapes", "chosen"),
+        [
+            ({"h.0.attn.c_attn.weight": (16, 48)}, "gpt2"),
+            ({"h.0.attn.c_attn.weight": (48, 16)}, "gpt2_linear"),
+            ({"h.0.attn.c_attn.weight": (24, 16)}, None),  # one head of keys and values for all queries
+            ({"layers.0.mlp.experts.gate_up_proj": (4, 24, 16), "layers.0.mlp.experts.down_proj": (4, 16, 12)}, "mixtral"),
+            (
+                {"layers.0.mlp.experts.gate_up_proj": (4, 16, 24), "layers.0.mlp.experts.down_proj": (4, 12, 16)},
+                "mixtral_transposed",
+            ),
+        ],
+    )
+    def test_layouts_that_share_names_are_told_by_their_shapes(
+        self, shapes: dict[str, tuple[int, ...]], chosen: str | None
+    ) -> None:
+        found = choose(shapes)
+        assert (found.name if found else None) == chosen
 
     def test_llama_1_and_2_as_meta_cut_them_are_asked_for_by_name(self) -> None:
         first, *_ = built_in("llama_meta1").matching("tok_embeddings.weight")
