@@ -71,6 +71,12 @@ def _together(*decorators: Decorator) -> Decorator:
 
 
 path = click.argument("path", metavar="PATH")
+ranks = click.option(
+    "--ranks",
+    type=click.IntRange(1),
+    metavar="N",
+    help="How many ranks there are, where each wrote a file of its own and nothing says how many did.",
+)
 roots = click.option(
     "--root",
     "roots",

@@ -53,6 +53,7 @@ class Need(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.2
     "--prometheus", metavar="FILE", help="Also write metrics for node_exporter's textfile collector, whole or not at all."
 )
 @click.option("--pattern", metavar="REGEX", help="How snapshots are named, with a group for the step, if not as usual.")
+@options.ranks
 @options.json_output
 @options.quiet
 @options.verbose
@@ -61,9 +62,11 @@ def command(runs: tuple[str, ...], is_json: bool, quiet: bool, verbose: bool, **
 
     The exit status is 1 when there is an alert: a commit that is late, space that runs out, a tracker that names what is
     missing or unfinished, or nothing committed at all. With --quiet alerts are all that is printed, so that it can run from
-    cron. Snapshots are told by names and lengths; `validate` opens them.
+    cron. Snapshots are told by names and lengths; `validate` opens them. Of several RUNs (tiers of one run, or the disks of its
+    nodes) each has its own report; a snapshot is committed in each node's when they have all files of it together.
     """
     from ckpttools.snapshots.find import require_run
+    from ckpttools.snapshots.nodes import unite
     from ckpttools.snapshots.status import Limits, document, read_status, render_prometheus
     from ckpttools.storage.document import write_document
     from ckpttools.storage.trash import read_room
@@ -79,7 +82,7 @@ def command(runs: tuple[str, ...], is_json: bool, quiet: bool, verbose: bool, **
     )
     pattern = parse_pattern(given["pattern"]) if given["pattern"] else None
     now = time.time()
-    found = [require_run(run, pattern=pattern) for run in runs]
+    found = unite([require_run(run, pattern=pattern, ranks=given["ranks"] or 0) for run in runs])
     statuses = [read_status(run, Room(*read_room(run.location)), limits, now=now) for run in found]
     if given["prometheus"]:
         text = render_prometheus(statuses)
@@ -104,7 +107,7 @@ def _lines(status: Status, *, is_quiet: bool, is_verbose: bool) -> Iterator[str]
 
 
 def _report(s: Status) -> Iterator[str]:
-    from ckpttools.snapshots.latest import render_progress
+    from ckpttools.snapshots.candidate import render_progress
 
     yield s.path
     if s.newest is not None:

@@ -24,10 +24,25 @@ class Snapshot:
     """Whether it is reached through a link, so that it lies elsewhere."""
     marks: tuple[str, ...] = ()
     """Files or directories beside it that mark its save as not finished; they go after it."""
+    parts: tuple[str, ...] = ()
+    """Its files, where it is no directory and no single file; then `path` is a pattern that they match."""
     is_unreadable: bool = False
     """Whether the storage refuses to show it; then it is foreign."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """What lies in the run directory of it."""
+        return self.parts or (self.path,)
 
     @property
     def order(self) -> tuple[int, float, str]:
         """Sorts by step, then by time."""
         return (-1 if self.step is None else self.step, self.time_s or 0, self.path)
+
+
+def render_progress(snapshot: Snapshot) -> str:
+    """What is missing of a snapshot, and how much of it is there. Pure."""
+    if snapshot.done is None:
+        return snapshot.why
+    count = f"{snapshot.done} of {snapshot.expected}" if snapshot.expected is not None else str(snapshot.done)
+    return f"{snapshot.why} ({count} there)"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from ckpttools.errors import CkpttoolsError, NotRecognisedError, UsageError
 from ckpttools.operations.validate import validate
 from ckpttools.snapshots.candidate import Snapshot
+from ckpttools.snapshots.local_files import files_by_rank
 from ckpttools.snapshots.names import FILE_SUFFIXES, parse_metrics
 from ckpttools.snapshots.policy import COMMITTED, DAMAGED, FOREIGN, UNFINISHED, Decision, SnapshotFacts
 from ckpttools.snapshots.runs import Run
@@ -19,6 +20,7 @@ PIN = ".keep"
 """A file of this name in a snapshot, or `NAME.keep` beside it, keeps it."""
 _METRIC_FILES = ("metrics.json", "eval_results.json", "all_results.json")
 _MAX_UNREADABLE = 8
+_COPIES_DIFFER = ("digest-mismatch", "dtype-mismatch", "shape-mismatch", "missing-tensor", "extra-tensor")
 
 
 def read_facts(run: Run, *, pins: Collection[str] = (), has_metrics: bool = False, jobs: int = 1) -> list[SnapshotFacts]:
@@ -39,7 +41,7 @@ def read_facts(run: Run, *, pins: Collection[str] = (), has_metrics: bool = Fals
 def _facts(run: Run, snapshot: Snapshot, pins: Collection[str], has_metrics: bool) -> SnapshotFacts:
     tree, path = run.tree, snapshot.path
     is_known = snapshot.state != FOREIGN
-    measure = tree.measure(path) if is_known else None
+    measure = tree.measure(*snapshot.paths) if is_known else None
     state = snapshot.state
     if measure and state == COMMITTED and any(n.endswith((*FILE_SUFFIXES, ".distcp")) for n in measure.empty):
         state = DAMAGED
@@ -55,6 +57,7 @@ def _facts(run: Run, snapshot: Snapshot, pins: Collection[str], has_metrics: boo
         pinned or bool({path, path.rpartition("/")[2], str(snapshot.step)}.intersection(pins)),
         run.claims_on(path),
         snapshot.is_outside,
+        bool(snapshot.parts),
     )
 
 
@@ -115,15 +118,44 @@ class Prover:
         return sum(state == FOREIGN for state in self._known.values())
 
     def _validate(self, path: str) -> tuple[str, str]:
-        try:
-            found = validate(f"{self._run.location.rstrip('/')}/{path}", depth=self._depth, jobs=self._jobs)
-        except NotRecognisedError as e:
-            return FOREIGN, e.message
-        except CkpttoolsError as e:
-            return DAMAGED, f"{e.message}: {e.where}" if e.where else e.message
-        errors = [f for f in found.findings if f.is_error]
-        why = f"{errors[0].code}: {errors[0].where}" if errors else ""
-        return {"ok": COMMITTED, "incomplete": UNFINISHED}.get(found.verdict, DAMAGED), why
+        found = next((s for s in self._run.snapshots if s.path == path and s.parts), None)
+        if found is None:
+            return validate_places([self._run.place_of(path)], depth=self._depth, jobs=self._jobs)
+        copies = {r: list(map(self._run.place_of, files)) for r, files in files_by_rank(found.parts).items()}
+        return validate_ranks(copies, depth=self._depth, jobs=self._jobs)
+
+
+def validate_places(places: Sequence[str], *, depth: str, jobs: int, against: str | None = None) -> tuple[str, str]:
+    """State of the snapshot that lies in these places together, and what speaks against it."""
+    try:
+        found = validate(places[0], roots=places[1:], depth=depth, jobs=jobs, against=against)
+    except NotRecognisedError as e:
+        return FOREIGN, e.message
+    except CkpttoolsError as e:
+        return DAMAGED, f"{e.message}: {e.where}" if e.where else e.message
+    errors = [f for f in found.findings if f.is_error]
+    why = f"{errors[0].code}: {errors[0].where}" if errors else ""
+    return {"ok": COMMITTED, "incomplete": UNFINISHED}.get(found.verdict, DAMAGED), why
+
+
+def validate_ranks(copies: Mapping[int, Sequence[str]], *, depth: str, jobs: int) -> tuple[str, str]:
+    """State of a snapshot that is a file per rank: each rank needs one good copy, and good copies must agree.
+
+    Args: copies: the places of each rank's file.
+    """
+    for rank in sorted(copies):
+        good: list[str] = []
+        why = ""
+        for place in copies[rank]:
+            state, wrong = validate_places([place], depth=depth, jobs=jobs, against=good[0] if good and depth == "full" else None)
+            if state == COMMITTED:
+                good.append(place)
+            elif good and wrong.startswith(_COPIES_DIFFER):
+                return DAMAGED, f"the copies of rank {rank} differ: {wrong}"
+            why = why or f"{wrong}: {place}"
+        if not good:
+            return DAMAGED, why
+    return COMMITTED, ""
 
 
 def prove(

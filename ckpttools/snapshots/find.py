@@ -85,8 +85,10 @@ def _require_runs(others: Sequence[str], run: str) -> None:
             raise UsageError(f"one root is a run directory and another a snapshot: {run} and {place}", hints=[hint])
 
 
-def require_run(location: str, *, pattern: re.Pattern[str] | None = None) -> Run:
+def require_run(location: str, *, pattern: re.Pattern[str] | None = None, ranks: int = 0) -> Run:
     """The run directory at a location. HF Trainer's, with the final model beside the snapshots, is one.
+
+    Args: ranks: how many there are, where snapshots are a file per rank and nothing else tells.
 
     Raises: NotFoundError, StorageError. RefusedError: when the location is a snapshot itself.
     """
@@ -96,7 +98,7 @@ def require_run(location: str, *, pattern: re.Pattern[str] | None = None) -> Run
         raise RefusedError(
             f"a snapshot, not a run directory: {location}", hints=["name the directory that holds the snapshots of the run"]
         )
-    return run_of(tree, pattern=pattern)
+    return run_of(tree, pattern=pattern, ranks=ranks)
 
 
 def is_snapshot(tree: Tree, found: list[str]) -> bool:

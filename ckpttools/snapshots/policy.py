@@ -71,6 +71,8 @@ class SnapshotFacts:
     """Trackers and symbolic links that point to it."""
     is_outside: bool = False
     """Whether it lies, through a link, outside the real path of the run directory."""
+    is_share: bool = False
+    """Whether it is a node's share of a snapshot; whether the other nodes have theirs is not known here."""
 
     @property
     def order(self) -> tuple[float, float, str]:

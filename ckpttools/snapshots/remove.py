@@ -141,6 +141,9 @@ class Guard:
         return not self._is_there(path)
 
     def _is_there(self, path: str) -> bool:
+        known = self._snapshots.get(path)
+        if known is not None and known.parts:
+            return all(self._tree.status(part) is not None for part in known.parts)
         return self._tree.status(path) is not None or (not self._tree.is_local and self._tree.is_directory(path))
 
     def what_changed(self, path: str) -> str:

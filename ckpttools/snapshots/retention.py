@@ -108,6 +108,7 @@ def _protect(snapshots: Sequence[SnapshotFacts], policy: Policy, now: float) -> 
         reasons += ["pinned"] if snapshot.is_pinned else []
         reasons += ["not recognised"] if snapshot.state == FOREIGN else []
         reasons += ["outside the run directory"] if snapshot.is_outside else []
+        reasons += ["other nodes may have a share of it"] if snapshot.is_share else []
         reasons += ["its time is unknown"] if snapshot.time_s is None and snapshot.state != FOREIGN else []
         if by_step is not None and by_time is not None:
             reasons += ["newest valid"] if snapshot is by_step else ["newest valid by time"] if snapshot is by_time else []

@@ -18,6 +18,7 @@ from ckpttools.errors import StorageError
 from ckpttools.findings import Finding
 from ckpttools.snapshots.candidate import Snapshot
 from ckpttools.snapshots.completeness import Completeness, judge
+from ckpttools.snapshots.local_files import local_folders, local_snapshots
 from ckpttools.snapshots.names import FILE_SUFFIXES, is_temporary, looks_like_snapshot, parse_mark, parse_step
 from ckpttools.snapshots.neighbours import compare_neighbours
 from ckpttools.snapshots.policy import COMMITTED, DAMAGED, FOREIGN, UNFINISHED
@@ -40,6 +41,8 @@ class Run:
     snapshots: tuple[Snapshot, ...]
     """By step, then by time: the newest last. Foreign ones first."""
     claims: tuple[Claim, ...] = ()
+    ranks: int = 0
+    """How many ranks there are, as told; 0 when it was not. Only what is a file per rank needs to be told."""
 
     @property
     def location(self) -> str:
@@ -100,18 +103,21 @@ def read_run(location: str, *, pattern: re.Pattern[str] | None = None) -> Run:
     return run_of(read_tree(location), pattern=pattern)
 
 
-def run_of(tree: Tree, *, pattern: re.Pattern[str] | None = None) -> Run:
+def run_of(tree: Tree, *, pattern: re.Pattern[str] | None = None, ranks: int = 0) -> Run:
     """The snapshots of a listed run directory. Raises StorageError."""
     refused = next((d for d in tree.unreadable if d in NESTS or STAGE in d.split("/")), "")  # what tells of every snapshot
     if refused:
         raise StorageError(tree.unreadable[refused], where=f"{tree.location}/{refused}")
     found = [_judge(tree, path, step) for path, step in candidates(tree, pattern)]
-    found = [_dated_if_readable(tree, s) for s in _mark_unfinished(tree, found)]
+    local = list(local_snapshots(tree, ranks))
+    parts, folders = {part for s in local for part in s.parts}, local_folders(tree)
+    found = [s for s in found if s.path not in parts and s.path not in folders]
+    found = [_dated_if_readable(tree, s) for s in (*_mark_unfinished(tree, found), *local)]
     committed = {s.path for s in found if s.state == COMMITTED}
     found = list(compare_neighbours(tree, sorted(found, key=lambda s: s.order)))
     found = [_dated_if_readable(tree, s) if s.path in committed and s.state != COMMITTED else s for s in found]
-    found += list(_strangers(tree, {s.path for s in found}))
-    run = Run(tree, tuple(sorted(found, key=lambda s: s.order)))
+    found += list(_strangers(tree, {s.path for s in found} | folders))
+    run = Run(tree, tuple(sorted(found, key=lambda s: s.order)), ranks=ranks)
     return replace(run, claims=tuple(find_claims(tree, nests_of(tree), run.states, run.steps)))
 
 
@@ -216,7 +222,7 @@ def dated(tree: Tree, snapshot: Snapshot) -> Snapshot:
 
 
 def _dated(tree: Tree, snapshot: Snapshot) -> Snapshot:
-    if snapshot.state == COMMITTED and (snapshot.record or not tree.is_directory(snapshot.path)):
+    if snapshot.state == COMMITTED and not snapshot.parts and (snapshot.record or not tree.is_directory(snapshot.path)):
         found = tree.status(f"{snapshot.path}/{snapshot.record}".rstrip("/"))
         if found is None or not found.is_regular:
             return replace(snapshot, state=UNFINISHED, why="it went away while it was looked at")
@@ -224,7 +230,7 @@ def _dated(tree: Tree, snapshot: Snapshot) -> Snapshot:
             why = f"{snapshot.record or 'the file'} is empty"
             return replace(snapshot, state=UNFINISHED, why=why, time_s=found.modified_s)
         return replace(snapshot, time_s=found.modified_s)
-    measure = tree.measure(snapshot.path)
+    measure = tree.measure(*snapshot.paths)
     time_s = _last_written(tree, snapshot.path, measure)
     if snapshot.state == COMMITTED and measure.empty and any(n.endswith(FILE_SUFFIXES) for n in measure.empty):
         return replace(snapshot, state=DAMAGED, why=f"{measure.empty[0]} is empty", time_s=time_s)

@@ -8,8 +8,7 @@ from itertools import pairwise
 from statistics import median
 
 from ckpttools.findings import Finding
-from ckpttools.snapshots.candidate import Snapshot
-from ckpttools.snapshots.latest import render_progress
+from ckpttools.snapshots.candidate import Snapshot, render_progress
 from ckpttools.snapshots.policy import DAMAGED, UNFINISHED, Room
 from ckpttools.snapshots.runs import Run
 from ckpttools.storage.tree import Measure
@@ -83,7 +82,7 @@ class Status:
 def read_status(run: Run, room: Room, limits: Limits, *, now: float) -> Status:
     """The status of a run. Raises StorageError."""
     recent = run.committed[-_MEASURED:]
-    return summarize(run, [run.tree.measure(s.path) for s in recent], room, limits, now=now)
+    return summarize(run, [run.tree.measure(*s.paths) for s in recent], room, limits, now=now)
 
 
 def summarize(run: Run, measures: Sequence[Measure], room: Room, limits: Limits, *, now: float) -> Status:

@@ -93,18 +93,18 @@ class Tree:
             return 0
         return 1 + sum(self.directories_below(f"{path}/{name}") for name in self.subdirectories(path))
 
-    def measure(self, path: str) -> Measure:
-        """Length, inodes and times of a snapshot; files that are gone by now do not count."""
+    def measure(self, *paths: str) -> Measure:
+        """Length, inodes and times of what a snapshot consists of; files that are gone by now do not count."""
         length_bytes, empty = 0, []
         times: list[float] = []
-        inodes = self.directories_below(path)
-        for name in self.below(path):
+        inodes = sum(map(self.directories_below, paths))
+        for path, name in ((top, name) for top in paths for name in self.below(top)):
             found = self.status(f"{path}/{name}".rstrip("/"))
             if found is None:
                 continue
             inodes += 1
             length_bytes += found.length_bytes
-            empty += [] if found.length_bytes else [name]
+            empty += [] if found.length_bytes else [name or path.rpartition("/")[2]]
             times += [] if found.modified_s is None else [found.modified_s]
         return Measure(length_bytes, inodes, min(times, default=None), max(times, default=None), tuple(empty))
 

@@ -114,7 +114,7 @@ def test_other_directories_are_left_alone_and_told_when_they_look_like_snapshots
 
 
 def test_directories_of_ranks_that_hold_snapshots_are_no_snapshots(tmp_path):
-    make(tmp_path / "0", ["iter_0000100_0_local.pt"])
+    make(tmp_path / "0", ["step-100.ckpt"])
     assert {"0": "foreign"} == states(tmp_path)
 
 
