@@ -72,6 +72,12 @@ class Gather:
         if entry.spec.dtype.is_sub_byte:
             yield from self._whole_bytes(entry, box, tile_bytes or self._tile_bytes)
             return
+        whole = entry.spec.length_bytes
+        if box is None and _is_one_run(entry) and 0 < whole <= (tile_bytes or self._tile_bytes):
+            view = self._tile.view(whole)
+            self._read_into(entry.pieces[0].extent, 0, view)
+            yield view
+            return
         box = box or entry.spec.box
         index = BoxIndex([p.box for p in entry.pieces])
         item_bytes = entry.spec.dtype.item_bytes
@@ -190,6 +196,14 @@ def _cell(dtype: DType) -> Any:
     import numpy as np
 
     return np.dtype({1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}[dtype.item_bytes])
+
+
+def _is_one_run(entry: TensorEntry) -> bool:
+    """Whether a tensor is stored as it is meant, in one piece; most are, and of small ones there are very many."""
+    if len(entry.pieces) != 1:
+        return False
+    piece = entry.pieces[0]
+    return not piece.extent.transforms and piece.extent.strides is None and piece.box == entry.spec.box
 
 
 def _is_plain_run(piece: Piece, tile: Box) -> bool:

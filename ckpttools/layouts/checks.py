@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
 from ckpttools.findings import Finding
@@ -50,8 +50,11 @@ def find_aliases(tensors: Iterable[TensorEntry]) -> tuple[tuple[str, ...], ...]:
 
     One number that many parameters share, such as an optimizer's step, ties nothing.
     """
+    stored = [t for t in tensors if t.spec.volume and t.spec.shape != () and t.pieces]
+    begin = [(t.pieces[0].extent.file, t.pieces[0].extent.offset) for t in stored]
+    count = Counter(begin)  # where a tensor begins is quick to look up, and mostly tells it apart
     groups: dict[object, list[str]] = defaultdict(list)
-    for entry in tensors:
-        if entry.spec.volume and entry.spec.shape != () and entry.pieces:
+    for entry, place in zip(stored, begin, strict=True):
+        if count[place] > 1:
             groups[entry.spec.dtype, entry.spec.shape, entry.pieces].append(entry.name)
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)

@@ -198,7 +198,7 @@ class _Side:
     def check(self, tensors: Sequence[TensorEntry], jobs: int, memory_bytes: int) -> None:
         """What is left to prove of the tensors that were read: checksums of what did not pass in order, and replicas."""
         self.findings += self._watch.finish(Gather(self.source, memory_bytes=memory_bytes))
-        replicated = list({id(t): t for t in tensors if t.replicas}.values())
+        replicated = list({id(t): t for t in tensors if t.replicas or t.stale_copies}.values())
         if replicated:
             scanned = scan(self.source, self.checkpoint, tensors=replicated, replicas=True, jobs=jobs, memory_bytes=memory_bytes)
             self.findings += scanned.findings

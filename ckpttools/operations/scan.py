@@ -7,7 +7,7 @@ last and its CRC-32 falls out of the reads that the digests need. A record that 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import local
@@ -28,6 +28,8 @@ _STALE = "none needed; the copy that training reads was taken"
 
 Progress = Callable[[int], None]
 """Is told how many further bytes were done."""
+
+_BATCH_BYTES, _BATCH_GROUPS = 4 << 20, 256
 
 
 @dataclass(slots=True)
@@ -86,14 +88,17 @@ def scan(
 
     masters = {t.name: checkpoint.by_name.get(t.rounded_from) for t in chosen if t.rounded_from}
 
-    def run(group: _Group) -> Scan:
+    def run(batch: Sequence[_Group]) -> Scan:
         if not hasattr(threads, "gather"):
             threads.gather = Gather(source, memory_bytes=memory_bytes // max(jobs, 1))
-        return _Worker(source, threads.gather, want, masters, progress).run(group)
+        worker = _Worker(source, threads.gather, want, masters, progress)
+        for group in batch:
+            worker.run(group)
+        return worker.result
 
     result = Scan()
     with ThreadPoolExecutor(max(jobs, 1)) as pool:
-        for part in pool.map(run, groups):
+        for part in pool.map(run, _batches(groups)):
             result.digests.update(part.digests)
             result.piece_digests.update(part.piece_digests)
             result.findings += part.findings
@@ -124,10 +129,11 @@ def _groups(tensors: Sequence[TensorEntry], checksums: Sequence[StoredChecksum])
     """Connected components of tensors and checksummed records, in file order; names of one stored tensor go together."""
     index = ChecksumIndex(checksums)
     union = _Union(len(tensors) + len(checksums))
-    first: dict[tuple[Piece, ...], int] = {}
+    first: dict[tuple[str, int, int], int] = {}  # names of one stored tensor begin at one place, which is quicker to look up
     for i, entry in enumerate(tensors):
         if entry.pieces:
-            union.join(first.setdefault(entry.pieces, i), i)
+            begin = entry.pieces[0].extent
+            union.join(first.setdefault((begin.file, _position(begin), begin.offset), i), i)
         for piece in entry.pieces:
             holding = index.holding(piece.extent)
             if holding is not None:
@@ -143,6 +149,20 @@ def _groups(tensors: Sequence[TensorEntry], checksums: Sequence[StoredChecksum])
     for group in groups.values():
         group.tensors.sort(key=lambda t: [(p.extent.file, p.extent.offset) for p in t.pieces[:1]])
     return sorted((*groups.values(), *loose.values()), key=lambda g: g.place)
+
+
+def _batches(groups: Sequence[_Group]) -> Iterator[list[_Group]]:
+    """Groups in their order, small ones together: handing a piece of work to a thread costs more than hashing a bias."""
+    batch: list[_Group] = []
+    length_bytes = 0
+    for group in groups:
+        batch.append(group)
+        length_bytes += sum(t.spec.length_bytes for t in group.tensors) + sum(c.length for c in group.checksums)
+        if length_bytes >= _BATCH_BYTES or len(batch) >= _BATCH_GROUPS:
+            yield batch
+            batch, length_bytes = [], 0
+    if batch:
+        yield batch
 
 
 class _Union:
@@ -162,7 +182,7 @@ class _Union:
 
 
 class _Worker:
-    """Handles one group with one thread's buffers."""
+    """Handles some groups with one thread's buffers."""
 
     def __init__(
         self,
@@ -180,7 +200,8 @@ class _Worker:
         self._checksums = ChecksumWatch(())
         self.result = Scan()
 
-    def run(self, group: _Group) -> Scan:
+    def run(self, group: _Group) -> None:
+        """Handle a group; what it brought to light is in `result`."""
         self._checksums = ChecksumWatch(group.checksums)
         known: dict[object, str] = {}
         for entry in group.tensors:
@@ -197,7 +218,6 @@ class _Worker:
             if self._want.has_roundings:
                 self._compare_rounding(entry)
         self.result.findings += self._checksums.finish(self._gather, self._done)
-        return self.result
 
     def _digest(self, entry: TensorEntry) -> str | None:
         """The digest of a whole tensor, with its pieces' where wanted; None with a finding when it cannot be read."""

@@ -328,3 +328,23 @@ class TestWatch:
         entry = entry_of("int16", (1,), Piece(Box((0,), (1,)), Extent("f", 0, 2, transforms=("byteswap",))))
         list(gather_of(MemorySource(f=b"ab")).stream(entry, watch=lambda _f, _e, _o, view: seen.append(bytes(view))))
         assert [b"ab"] == seen
+
+
+@pytest.mark.parametrize("count", [1, 5000, 300_000])
+def test_tiles_of_a_given_size_are_the_same_boxes_however_a_tensor_is_stored(count):
+    """`diff` reads two tensors side by side, and one of them may be a single run."""
+    values = np.arange(count, dtype="<u4").tobytes()
+    spec = TensorSpec("w", BY_NAME["float32"], (count,))
+    half = count // 2
+    pieces = [
+        Piece(Box((0,), (half,)), Extent("f", 0, half * 4)),
+        Piece(Box((half,), (count - half,)), Extent("f", half * 4, (count - half) * 4)),
+    ]
+    whole = TensorEntry(spec, ("w",), (Piece(spec.box, Extent("f", 0, count * 4)),))
+    cut = TensorEntry(spec, ("w",), tuple(p for p in pieces if p.box.volume))
+    tiles = [
+        [bytes(t) for t in Gather(MemorySource(f=values), memory_bytes=1 << 20).stream(e, tile_bytes=40_000)]
+        for e in (whole, cut)
+    ]
+    assert tiles[0] == tiles[1]
+    assert b"".join(tiles[0]) == values
