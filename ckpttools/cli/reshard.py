@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpttools.cli import documents, options, render
-from ckpttools.cli.session import take_snapshot
+from ckpttools.cli.session import take_roots
 from ckpttools.errors import ExitCode
 from ckpttools.model import Mesh
 from ckpttools.units import render_bytes_short
@@ -47,6 +47,8 @@ def _stages(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
 @click.command("reshard", epilog=_EPILOG)
 @click.argument("src", metavar="SRC")
 @click.argument("dst", metavar="DST")
+@options.roots
+@options.replicas
 @click.option("--to", "target", type=click.Choice(_TARGETS), required=True, help="What to write.")
 @click.option("--mesh", type=_MeshType(), required=True, metavar="AXES", help="Axes and sizes: fsdp=8, or tp=2,fsdp=4.")
 @click.option(
@@ -79,15 +81,13 @@ def _stages(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
 def command(
     src: str,
     dst: str,
+    roots: tuple[str, ...],
+    replicas: str,
     target: str,
     mesh: Mesh,
     placements: str,
     pp_layers: tuple[int, ...],
     model_config: str | None,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    rename: tuple[str, ...],
-    strip_prefix: tuple[str, ...],
     weights_only: bool,
     drop: bool,
     allow_findings: tuple[str, ...],
@@ -114,11 +114,15 @@ def command(
     from ckpttools.operations.select import Choice, Renaming
     from ckpttools.operations.targets import Details
 
-    choice = Choice(include, exclude, weights_only or None, Renaming.parse(strip_prefix, rename))
+    renaming = Renaming.parse(details.pop("strip_prefix"), details.pop("rename"))
+    choice = Choice(details.pop("include"), details.pop("exclude"), weights_only or None, renaming)
+    location, further = take_roots(src, roots)
     with render.late_progress("writing", is_quiet=quiet, is_verbose=verbose) as (report, set_total):
         resharding = reshard(
-            take_snapshot(src),
+            location,
             dst,
+            roots=further,
+            replicas=replicas,
             target=target,
             mesh=mesh,
             choice=choice,

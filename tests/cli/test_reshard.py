@@ -169,3 +169,32 @@ def _object_bytes(root: Path) -> dict[str, bytes]:
         data = (root / entry.extent.file).read_bytes()
         found[entry.name] = data[entry.extent.offset : entry.extent.offset + entry.extent.length]
     return found
+
+
+class TestSeveralRoots:
+    """A snapshot whose files lie on the disks of two nodes."""
+
+    def test_the_files_of_two_nodes_are_one_snapshot(self, ckpttools: Run, tmp_path: Path) -> None:
+        for node, files in (("a", ("__0_0.distcp", "__1_0.distcp", ".metadata")), ("b", ("__2_0.distcp", "__3_0.distcp"))):
+            (tmp_path / node).mkdir()
+            for file in files:
+                shutil.copy(SOURCE / file, tmp_path / node / file)
+        answer = ckpttools("reshard", tmp_path / "[ab]", tmp_path / "out", "--to", "dcp", "--mesh", "fsdp=3")
+        assert answer.exit_code == 0, answer.stderr
+        assert ckpttools("hash", tmp_path / "out").stdout == ckpttools("hash", SOURCE).stdout
+
+    def test_copies_that_differ_stop_it_unless_told_how(self, ckpttools: Run, tmp_path: Path) -> None:
+        source = FIXTURES / "torch" / "dcp_hsdp_2x2" / "ckpt"
+        for node in "ab":
+            shutil.copytree(source, tmp_path / node)
+        entry = open_snapshot(str(source), is_located=True).checkpoint.tensors[0]
+        path = tmp_path / "b" / entry.pieces[0].extent.file
+        data = bytearray(path.read_bytes())
+        data[entry.pieces[0].extent.offset] ^= 1
+        path.write_bytes(data)
+        arguments = ["reshard", tmp_path / "a", tmp_path / "out", "--root", tmp_path / "b", "--to", "dcp", "--mesh", "fsdp=2"]
+        answer = ckpttools(*arguments)
+        assert answer.exit_code == 1
+        assert not (tmp_path / "out").exists()
+        assert ckpttools(*arguments, "--replicas", "first").exit_code == 0
+        assert ckpttools("hash", tmp_path / "out").stdout == ckpttools("hash", source).stdout
