@@ -15,7 +15,7 @@ from ckpttools.units import render_bytes_short
 if TYPE_CHECKING:
     from ckpttools.operations.reshard import Resharding
 
-_TARGETS = ("dcp", "safetensors", "dtensor", "torch", "vllm", "megatron-dist")
+_TARGETS = ("dcp", "safetensors", "dtensor", "torch", "vllm", "llama", "megatron-dist")
 """Those of `operations.targets`, which is not loaded for a help text."""
 _EPILOG = options.examples(
     "ckpttools reshard checkpoint/step-1000 restart/ --to dcp --mesh fsdp=48",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ckpttools.layouts import dcp, vllm
+from ckpttools.layouts import dcp, llama, vllm
 from ckpttools.layouts.dcp_hf import write as dcp_hf
 from ckpttools.layouts.megatron_dist import write as megatron_dist
 from ckpttools.layouts.per_rank import write as per_rank
@@ -93,6 +93,10 @@ def _vllm(request: Request) -> Arrangement:
     )
 
 
+def _llama(request: Request) -> Arrangement:
+    return llama.arrange_ranks(request.tensors, request.mesh, objects=request.objects, aliases=request.aliases)
+
+
 def _megatron_dist(request: Request) -> Arrangement:
     return megatron_dist.arrange_ranks(
         request.tensors,
@@ -162,6 +166,15 @@ TARGETS = (
         _vllm,
         lambda request: vllm.refusals(request.tensors, request.mesh, objects=request.objects),
         holds_objects=False,
+        holds_state=False,
+        needs_even=True,
+        shares_storage=True,
+    ),
+    Target(
+        "llama",
+        "Meta's own files of Llama: `consolidated.<NN>.pth`",
+        _llama,
+        lambda request: llama.refusals(request.tensors, request.mesh, objects=request.objects),
         holds_state=False,
         needs_even=True,
         shares_storage=True,

@@ -12,6 +12,7 @@ from ckpttools.errors import ConversionError
 from ckpttools.layouts import open_snapshot
 from ckpttools.layouts.llama import arrange_ranks
 from ckpttools.model import ObjectEntry
+from ckpttools.operations.reshard import reshard
 from ckpttools.operations.validate import validate
 from ckpttools.placement.local import Cut
 from tests.layouts.contract import codes
@@ -160,6 +161,24 @@ def placed_model(embeddings: Cut = COLUMNS) -> Tensors:
     return {
         name: (BF16, shape, (embeddings,) if name.startswith("tok_") else cuts[dim]) for name, (shape, dim) in shapes().items()
     }
+
+
+class TestReshard:
+    @pytest.mark.parametrize("embeddings", [0, 1])
+    @pytest.mark.parametrize(
+        "steps", [("llama tp=1", "llama tp=2"), ("dcp tp=2,fsdp=2", "llama tp=2"), ("vllm tp=2", "llama tp=1")]
+    )
+    def test_meta_s_files_survive_other_meshes_and_layouts(self, tmp_path, embeddings, steps):
+        directory = tmp_path / "meta"
+        directory.mkdir()
+        save_as_meta_does(directory, 2, embeddings=embeddings, params=PARAMS | {"vocab_size": VOCABULARY})
+        before = values_of(directory)
+        for i, step in enumerate(steps):
+            target, mesh = step.split(" ")
+            reshard(str(directory), str(tmp_path / str(i)), target=target, mesh=mesh_of(mesh))
+            directory = tmp_path / str(i)
+            assert before == values_of(directory)
+            assert (directory / "params.json").exists()
 
 
 class TestOurs:
