@@ -64,3 +64,13 @@ def test_tensors_larger_than_the_budget_are_compared_in_tiles(large_file: Path, 
     other = tmp_path / "other.safetensors"
     shutil.copyfile(large_file, other)
     assert peak_bytes("diff", str(large_file), str(other), "--memory", "64MiB", "--jobs", "2", "-q") < PEAK_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["dcp", "dtensor"])
+def test_a_tensor_larger_than_the_budget_is_cut_by_columns_in_tiles(target: str, large_file: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rules]]\ntensors = ["w"]\naxis = "tp"\ndim = 1\n')
+    where = ["--to", target, "--mesh", "tp=2,fsdp=2", "--placements", str(rules)]
+    arguments = ["reshard", str(large_file), str(tmp_path / "out"), *where, "--memory", "64MiB", "--jobs", "2", "-q"]
+    assert peak_bytes(*arguments) < PEAK_BYTES

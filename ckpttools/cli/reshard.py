@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _TARGETS = ("dcp", "safetensors", "dtensor", "torch", "vllm", "llama", "megatron-dist")
 """Those of `operations.targets`, which is not loaded for a help text."""
+_MAX_DROPPED = 12
 _EPILOG = options.examples(
     "ckpttools reshard checkpoint/step-1000 restart/ --to dcp --mesh fsdp=48",
     "ckpttools reshard checkpoint/step-1000 restart/ --to dcp --mesh tp=2,fsdp=4 --dry-run",
@@ -165,8 +166,11 @@ def _write_plan(resharding: Resharding) -> None:
 
 
 def _write_dropped(resharding: Resharding) -> None:
-    for name in resharding.dropped:
+    for name in resharding.dropped[:_MAX_DROPPED]:
         render.write_data(f"dropped: {name}, which {resharding.target} cannot hold")
+    more = len(resharding.dropped) - _MAX_DROPPED
+    if more > 0:
+        render.write_data(f"dropped: and {more} more, which --json lists")
 
 
 def _write_summary(resharding: Resharding) -> None:
