@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpttools.cli import options, render, retention_options
-from ckpttools.errors import ExitCode
+from ckpttools.errors import ExitCode, UsageError
 from ckpttools.snapshots.names import parse_pattern, render_name
 from ckpttools.snapshots.policy import Decision, Policy, Room
 from ckpttools.units import render_bytes_short, render_duration
@@ -37,6 +37,9 @@ _EPILOG = options.examples(
 )
 @click.option("--pattern", metavar="REGEX", help="How snapshots are named, with a group for the step, if not as usual.")
 @click.option("--apply", "is_applied", is_flag=True, help="Delete. Without it the decisions are shown and nothing is touched.")
+@click.option(
+    "--dry-run", "is_dry", is_flag=True, help="Show the decisions and touch nothing, which is what happens without --apply."
+)
 @click.option("--wait", type=retention_options.DURATION, default="0s", metavar="DURATION", help="Wait for another run's lock.")
 @click.option("--log", default="", metavar="FILE", show_default=False, help="Append one JSON line per deletion to this file.")
 @options.json_output
@@ -51,6 +54,8 @@ def command(run: str, is_applied: bool, is_json: bool, verbose: bool, **given: A
     """
     from ckpttools.storage.runlock import run_lock
 
+    if is_applied and given.pop("is_dry"):
+        raise UsageError("--dry-run and --apply: only one of them", hints=["leave out --dry-run to delete"])
     policy, now = retention_options.policy_of(given), time.time()
     lock: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if is_applied:

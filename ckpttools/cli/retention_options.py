@@ -13,7 +13,7 @@ from ckpttools.snapshots.policy import ALL, Best, Policy
 from ckpttools.units import parse_duration
 
 PERIODS = ("hourly", "daily", "weekly", "monthly", "yearly")
-_NOT_IN_A_FILE = {"is_applied", "config", "is_json", "verbose"}
+_NOT_IN_A_FILE = {"is_applied", "is_dry", "config", "is_json", "verbose"}
 """What is said on the command line, or not at all."""
 
 

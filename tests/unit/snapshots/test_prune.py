@@ -42,6 +42,12 @@ def test_without_apply_nothing_is_touched_and_every_snapshot_has_its_reasons(ckp
     assert "newest valid, last" in answer.stdout
 
 
+def test_a_dry_run_is_what_happens_without_apply(ckpttools: Run, run: Path) -> None:
+    assert ckpttools("prune", run, "--keep-last", 1) == ckpttools("prune", run, "--keep-last", 1, "--dry-run")
+    answer = ckpttools("prune", run, "--keep-last", 1, "--dry-run", "--apply")
+    assert (2, 4) == (answer.exit_code, len(left(run)))
+
+
 def test_apply_deletes_and_is_silent(ckpttools: Run, run: Path) -> None:
     assert Answer(0, "", "") == ckpttools("prune", run, "--keep-last", 1, "--apply")
     assert ["step-4"] == left(run)
