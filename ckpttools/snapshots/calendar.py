@@ -6,6 +6,7 @@ Integer arithmetic instead of `datetime`: it has no range to fall out of, and 10
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 DAY_S = 86400
 
@@ -36,6 +37,7 @@ def year_of(time_s: float) -> int:
     return _year_and_month(day_of(time_s))[0]
 
 
+@lru_cache(maxsize=1024)
 def _year_and_month(day: int) -> tuple[int, int]:
     """Gregorian year and month of a day since the epoch; years are counted from March, so that leap days come last.
 
