@@ -15,13 +15,14 @@ from ckpttools.units import render_bytes_short
 if TYPE_CHECKING:
     from ckpttools.operations.reshard import Resharding
 
-_TARGETS = ("dcp", "safetensors", "dtensor", "torch", "vllm", "llama", "megatron-dist")
+_TARGETS = ("dcp", "safetensors", "dtensor", "torch", "vllm", "llama", "megatron-dist", "megatron-legacy")
 """Those of `operations.targets`, which is not loaded for a help text."""
 _MAX_DROPPED = 12
 _EPILOG = options.examples(
     "ckpttools reshard checkpoint/step-1000 restart/ --to dcp --mesh fsdp=48",
     "ckpttools reshard checkpoint/step-1000 restart/ --to dcp --mesh tp=2,fsdp=4 --dry-run",
     "ckpttools reshard checkpoint/step-1000 restart/ --to dcp --mesh dp=2,fsdp=4 --placements source",
+    "ckpttools reshard run/iter_0001000 restart/iter_0001000 --to megatron-legacy --mesh tp=4,pp=2 --drop",
 )
 
 
@@ -59,6 +60,7 @@ def _stages(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
     help="A built-in set (llama, gpt2, ...), a TOML file, or `source` for how SRC was cut.  [default: by the names]",
 )
 @click.option("--pp-layers", callback=_stages, metavar="N,N,...", help="Layers of each pipeline stage.  [default: equal blocks]")
+@click.option("--virtual-stages", type=click.IntRange(1, 1024), default=1, help="Chunks of layers per stage.  [default: 1]")
 @click.option("--model-config", metavar="FILE", help="A config.json or params.json with the numbers of heads.  [default: SRC's]")
 @click.option("--files-per-rank", type=click.IntRange(1, 1024), default=1, show_default=True, help="Data files of each rank.")
 @click.option(
@@ -127,7 +129,7 @@ def command(
             target=target,
             mesh=mesh,
             choice=choice,
-            placing=Placing(placements, pp_layers, model_config),
+            placing=Placing(placements, pp_layers, model_config=model_config),
             details=Details(**details),
             is_dropping=drop,
             is_dry_run=dry_run,

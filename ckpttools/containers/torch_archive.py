@@ -49,8 +49,32 @@ def tensor_record(spec: TensorSpec, key: str) -> Object:
     return Object(Global("torch._utils", "_rebuild_tensor_v3"), (pid, 0, spec.shape, strides, False, hooks, named))
 
 
-Storage = TensorSpec | HeldTensor | bytes
-"""What fills a storage: a whole tensor, a rank's share of one, or bytes that are known."""
+@dataclass(frozen=True)
+class FlatStorage:
+    """Shares of several tensors in one flat tensor, with zeros between them."""
+
+    spec: TensorSpec
+    """Of the flat tensor: one dimension."""
+    parts: tuple[tuple[int, HeldTensor], ...]
+    """(first element, share) in order; apart from each other."""
+
+    def fill(self, offset: int) -> tuple[list[Slot], list[Literal]]:
+        """The slots of the shares and the zeros between them, from byte `offset` of a file on."""
+        slots: list[Slot] = []
+        gaps: list[Literal] = []
+        at = 0
+        for start, share in (*self.parts, (self.spec.volume, None)):
+            place = self.spec.dtype.length_bytes(start)
+            if place > at:
+                gaps.append(Literal(offset + at, bytes(place - at)))
+            if share is not None:
+                slots += share.slots(offset + place)
+                at = place + share.spec.length_bytes
+        return slots, gaps
+
+
+Storage = TensorSpec | HeldTensor | FlatStorage | bytes
+"""What fills a storage: a whole tensor, a rank's share of one, shares of several, or bytes that are known."""
 
 
 def arrange_archive(path: str, value: object, storages: Mapping[str, Storage], *, note: bytes = b"") -> ArrangedFile:
@@ -70,6 +94,8 @@ def arrange_archive(path: str, value: object, storages: Mapping[str, Storage], *
             archive.add_bytes(f"data/{key}", storage)
         elif isinstance(storage, HeldTensor):
             archive.add_slots(f"data/{key}", storage.spec.length_bytes, storage.slots)
+        elif isinstance(storage, FlatStorage):
+            archive.add_filled(f"data/{key}", storage)
         else:
             archive.add_slots(f"data/{key}", storage.length_bytes, _whole(storage))
     archive.add_bytes("version", b"3\n")
@@ -149,6 +175,16 @@ class _Archive:
         self.directory.append((name, start, self.position - len(data), len(data), crc))
         if data:
             self._literal(b"PK\x07\x08" + struct.pack("<III", crc, len(data), len(data)))
+
+    def add_filled(self, name: str, storage: FlatStorage) -> None:
+        """A member that slots fill, and zeros between them."""
+
+        def slots(offset: int) -> list[Slot]:
+            found, gaps = storage.fill(offset)
+            self.literals += gaps
+            return found
+
+        self.add_slots(name, storage.spec.length_bytes, slots)
 
     def add_slots(self, name: str, length: int, slots: Callable[[int], list[Slot]]) -> None:
         """A member of `length` bytes that slots fill from the offset on that they are asked for."""

@@ -31,7 +31,9 @@ class Placing:
     rules: str = ""
     """Name of a built-in set, `source`, or a rule file; empty for what the names suggest."""
     stage_layers: tuple[int, ...] = ()
-    """Layers of each pipeline stage; empty for equal blocks."""
+    """Layers of each pipeline stage (of each virtual one, where there are several); empty for equal blocks."""
+    virtual_stages: int = 1
+    """Chunks of layers that each stage holds; chunk after chunk, all stages have one in turn."""
     model_config: str | None = None
     """Where a config.json or params.json with the numbers of heads lies; None for the source's own."""
 
@@ -52,6 +54,7 @@ def place(snapshot: Snapshot, selection: Selection, mesh: Mesh, placing: Placing
         _counts(snapshot, placing.model_config),
         is_even=needs_even,
         layers_per_stage=placing.stage_layers,
+        virtual_stages=placing.virtual_stages,
     )
     require_fit(assignment)
     return assignment

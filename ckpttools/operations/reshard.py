@@ -70,16 +70,17 @@ def reshard(
     Raises: FindingsError: when the source is not whole. ConversionError: when it cannot be done as asked, nothing having
         been written. DestinationError, LockedError, StorageError: when it cannot be written.
     """
-    manner, choice = manner or Manner(), choice or Choice()
-    into = _target(target)
+    manner, choice, details = manner or Manner(), choice or Choice(), details or Details()
+    into = _target(target, details)
     require_replaceable(destination, is_file=False, is_overwriting=manner.is_overwriting)
     snapshot = open_snapshot(location, roots=roots)
     manner = replace(manner, allowed_findings=allowed(replicas, manner.allowed_findings))
     taken = take(snapshot, into, choice, manner.allowed_findings)
 
     def ask(taken: Taken) -> tuple[Assignment, Request]:
-        assignment = place(taken.snapshot, taken.selection, mesh, placing or Placing(), needs_even=into.needs_even)
-        return assignment, _request(assignment, snapshot, taken, details or Details())
+        placed = replace(placing or Placing(), virtual_stages=details.virtual_stages)
+        assignment = place(taken.snapshot, taken.selection, mesh, placed, needs_even=into.needs_even)
+        return assignment, _request(assignment, snapshot, taken, details)
 
     taken, assignment, request = _held(taken, into, ask, is_dropping=is_dropping, is_weights_only=bool(choice.is_weights_only))
     taken, record = _settled(taken, COMPARE if is_dry_run else replicas, manner)  # a dry run reads no values
@@ -147,7 +148,9 @@ def _companions(snapshot: Snapshot, arrangement: Arrangement) -> list[FileEntry]
     return [file for file in companions(snapshot) if file.path not in written]
 
 
-def _target(name: str) -> Target:
+def _target(name: str, details: Details) -> Target:
     if name not in BY_NAME:
         raise UsageError(f"no target is named `{name}`", expected=", ".join(BY_NAME))
+    if details.virtual_stages > 1 and not BY_NAME[name].has_virtual_stages:
+        raise UsageError(f"{name} has no virtual stages", found=f"{details.virtual_stages} of each stage")
     return BY_NAME[name]

@@ -9,6 +9,7 @@ from functools import partial
 from ckpttools.layouts import dcp, llama, vllm
 from ckpttools.layouts.dcp_hf import write as dcp_hf
 from ckpttools.layouts.megatron_dist import write as megatron_dist
+from ckpttools.layouts.megatron_legacy import write as write_legacy
 from ckpttools.layouts.per_rank import write as per_rank
 from ckpttools.model import Arrangement, Mesh, ObjectEntry, Path
 from ckpttools.placement.local import PlacedTensor
@@ -23,6 +24,8 @@ class Details:
     """Of tensors in one safetensors file, where a rank's share may be divided."""
     torch_release: str = ""
     """The release that shall load pickled DTensors; the newest known unless given."""
+    virtual_stages: int = 1
+    """Chunks of layers that each pipeline stage holds, dealt out in turn."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Target:
     """Whether tied tensors stay one stored tensor under several names; otherwise each name is written."""
     holds_whole_items: bool = False
     """Whether an object that is a torch file of its own in the source goes over byte for byte."""
+    has_virtual_stages: bool = False
+    """Whether a pipeline stage may hold several chunks of layers."""
 
 
 def _dcp(request: Request) -> Arrangement:
@@ -185,6 +190,14 @@ TARGETS = (
         _megatron_dist,
         lambda request: dcp.refusals(request.objects),
         holds_whole_items=True,
+    ),
+    Target(
+        "megatron-legacy",
+        "Megatron-LM's `mp_rank_*/model_optim_rng.pt`, with `distrib_optim.pt` for a distributed optimizer",
+        lambda r: write_legacy.arrange_ranks(r.tensors, r.mesh, objects=r.objects, sequences=r.sequences),
+        lambda request: write_legacy.refusals(request.tensors, objects=request.objects),
+        needs_even=True,
+        has_virtual_stages=True,
     ),
 )
 """In the order in which help lists them."""

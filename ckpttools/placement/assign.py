@@ -82,6 +82,7 @@ def place(
     *,
     is_even: bool = False,
     layers_per_stage: Sequence[int] = (),
+    virtual_stages: int = 1,
 ) -> Assignment:
     """Where every tensor goes on a mesh, why, and what does not fit. Pure.
 
@@ -92,13 +93,14 @@ def place(
         is_even: whether every rank's share must be of equal shape, as plain local tensors need it; otherwise shares are as
             torch.chunk makes them, but whole heads wherever rules count in heads.
         layers_per_stage: layers of each pipeline stage; empty for equal blocks.
+        virtual_stages: blocks of layers that each stage holds, dealt out in turn: stage 0 of 2 holds the first and the third.
     """
     rules = rules or built_in("buffers")
     problem = _problem_of_mesh(mesh)
     if problem is not None:
         return Assignment(mesh, rules, problems=(problem,))
     mesh = canonical_mesh(mesh)
-    placer = _Placer(tensors, mesh, rules, counts or Counts(), is_even, tuple(layers_per_stage))
+    placer = _Placer(tensors, mesh, rules, counts or Counts(), is_even, tuple(layers_per_stage), virtual_stages)
     assigned = placer.assign()
     problems = tuple(placer.requirements.problems(mesh))
     nearest = nearest_mesh(mesh, placer.requirements.constraints) if problems and not placer.requirements.faults else None
@@ -126,6 +128,7 @@ class _Placer:
     counts: Counts
     is_even: bool
     layers_per_stage: tuple[int, ...]
+    virtual_stages: int
     requirements: Requirements = field(default_factory=Requirements)
     used: set[str] = field(default_factory=set)
     """Axes along which something is cut or divided."""
@@ -146,7 +149,8 @@ class _Placer:
             return None
         names = [spec.name for spec in self.parameters]
         self.used |= {"pp"} if any(self.rules.layer_of(name) is not None for name in names) else set()
-        return plan_stages(names, self.rules, self.sizes["pp"], self.layers_per_stage, self.requirements)
+        blocks = self.sizes["pp"] * self.virtual_stages
+        return plan_stages(names, self.rules, blocks, self.layers_per_stage, self.requirements)
 
     @cached_property
     def expert_places(self) -> list[int]:
@@ -242,6 +246,7 @@ class _Placer:
         said = []
         if self.stages is not None:
             stages, why = self.stages.stages_of(name)
+            stages = tuple(dict.fromkeys(block % self.sizes["pp"] for block in stages))
             held += [("pp", stages)] if stages and self.sizes["pp"] > 1 else []
             said += [why] if why else []
         places = self.expert_places

@@ -153,6 +153,17 @@ class Ranks:
                 key = f"{before}.{'weight1' if linear == 'linear_fc1' else 'weight2'}"
                 grouped.setdefault(key, []).append(tensor)
                 out[key] = tensor
+        if self.experts == "numbered":  # all experts' first layers are before all second ones
+            names = list(out)
+            firsts: dict[str, int] = {}
+            for i, name in enumerate(names):
+                module, found, _ = name.partition(".experts.")
+                firsts.setdefault(module if found else name, i)
+
+            def place(name: str) -> tuple[int, bool]:
+                return firsts[name.partition(".experts.")[0] if ".experts." in name else name], ".linear_fc2." in name
+
+            out = OrderedDict((n, out[n]) for n in sorted(names, key=place))
         for key, tensors in grouped.items():
             joined = torch.stack([t.t().contiguous() for t in tensors])
             hidden = model.hidden
@@ -183,6 +194,11 @@ class Ranks:
             "untie_embeddings_and_output_weights": not model.is_tied,
             "swiglu": model.is_gated,
             "data_parallel_size": max(2, self.ep),
+            "transformer_impl": "local" if self.is_local else "transformer_engine",
+            "moe_grouped_gemm": self.experts != "sequential",
+            "moe_use_legacy_grouped_gemm": self.experts == "grouped",
+            "use_distributed_optimizer": self.optimizer == "buffers",
+            "accumulate_allreduce_grads_in_fp32": True,
         }
         return argparse.Namespace(**(values | self.overrides))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpttools.containers.parts import StoredTensor
 from ckpttools.dtypes import DType
 from ckpttools.findings import Finding
 from ckpttools.layouts.megatron_legacy.cuts import Share
+from ckpttools.layouts.megatron_legacy.rules import LOCAL_EXPERT
 from ckpttools.model import Box, Extent, ObjectEntry, Path, PathKey, Piece, TensorEntry, TensorSpec, render_path
 from ckpttools.pickles.views import kind_of
 
@@ -67,7 +68,7 @@ class Assembly:
 
     def tensors(self) -> Iterator[TensorEntry]:
         """The whole tensors: the model's as they first appear, states of the optimizer in the order of its parameters."""
-        order = {path[0]: i for i, path in enumerate(self._tensors) if len(path) == 1}
+        order = _model_order([str(path[0]) for path in self._tensors if len(path) == 1])
         for whole in sorted(self._tensors.values(), key=lambda w: _rank_of(w.path, order)):
             spec = TensorSpec(render_path(whole.path), whole.dtype, whole.shape)
             yield TensorEntry(
@@ -82,6 +83,17 @@ class Assembly:
     def objects(self) -> tuple[ObjectEntry, ...]:
         """The objects, in the order of first appearance."""
         return tuple(self._objects.values())
+
+
+def _model_order(names: Sequence[str]) -> dict[PathKey, int]:
+    """Where each name stands in the model: experts of other ranks follow those of the first, layer by layer."""
+    first: dict[str, int] = {}
+    place: dict[str, tuple[int, int, int]] = {}
+    for i, name in enumerate(names):
+        match = LOCAL_EXPERT.fullmatch(name)
+        at = first.setdefault(match["module"], i) if match else i
+        place[name] = (at, int(match["expert"]) if match else 0, i)
+    return {name: i for i, name in enumerate(sorted(names, key=place.__getitem__))}
 
 
 def _rank_of(path: Path, order: Mapping[PathKey, int]) -> tuple[int, int]:

@@ -30,7 +30,8 @@ from ckpttools.pickles.views import mapping_items, sequence_items
 
 _MASTER_KEY = "param"
 _ALIGNMENTS = (64, 1)
-_DEFAULT_BUCKET = 40_000_000
+DEFAULT_BUCKET = 40_000_000
+"""Elements after which a bucket ends, where nothing states it and there are not many data-parallel ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class FlatBuffer:
 
 def add_buffers(
     shard: Shard,
+    arguments: Arguments,
     expert_flags: Sequence[bool],
     chunks: Sequence[PlacedChunk],
     mesh: Parallel,
@@ -58,13 +60,14 @@ def add_buffers(
 ) -> None:
     """Add the flat state of one rank, by parameter where the lengths prove the positions, else as it is.
 
-    Args: expert_flags: for each optimizer of a chain, whether it has the experts' parameters alone.
+    Args:
+        arguments: of the rank's model file.
+        expert_flags: for each optimizer of a chain, whether it has the experts' parameters alone.
     """
     rank = shard.place.rank(mesh)
     value = shard.file.torch.value
     states = sequence_items(value)
     states = [value] if states is None else states
-    arguments = shard.arguments
     for position, state in enumerate(states):
         is_expert = expert_flags[position] if position < len(expert_flags) and mesh.ep > 1 else None
         if is_expert is None and mesh.ep > 1:
@@ -140,7 +143,7 @@ def _starts(buffer: FlatBuffer, parameters: Sequence[Parameter], arguments: Argu
     ranks = arguments.number("data_parallel_size") or 1
     stated = arguments.number("ddp_bucket_size")
     buckets = arguments.number("ddp_num_buckets")
-    limits = {None, stated, max(_DEFAULT_BUCKET, 1_000_000 * ranks), sum(sizes) // buckets if buckets else None}
+    limits = {None, stated, max(DEFAULT_BUCKET, 1_000_000 * ranks), sum(sizes) // buckets if buckets else None}
     layouts = {
         tuple(lay_out(sizes, alignment, limit, own))
         for alignment in _ALIGNMENTS

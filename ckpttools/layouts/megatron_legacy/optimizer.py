@@ -52,7 +52,8 @@ def add_optimizer(
             _add_unnamed(shard, shard.file.torch.value, shard.path.numbers[-1], assembly, reader)
         elif shard.path.file_name == BUFFER_FILE:
             model = next((s for s in shards if s.place == shard.place and s.chunks), None)
-            add_buffers(shard, _expert_flags(model), placed.get(rank, []), mesh, assembly, reader)
+            arguments = model.arguments if model else shard.arguments
+            add_buffers(shard, arguments, _expert_flags(model), placed.get(rank, []), mesh, assembly, reader)
         elif "optimizer" in shard.top:
             _Positions(shard, placed.get(rank, []), rank, mesh, assembly, reader).add()
 

@@ -85,7 +85,7 @@ def test_layers_stacked_in_one_tensor_are_looked_at_one_by_one() -> None:
     found = infer(model, Mesh())
     told = {name: [(r.axis, r.dim, r.sections, r.units) for r in found.matching(name) if r.axis != "pp"] for name in model}
     assert told["embedding.word_embeddings.weight"] == [("tp", 0, (), "")]
-    assert told["decoder.layers.self_attention.linear_qkv.weight"] == [("tp", 1, (), "kv_heads")]
+    assert told["decoder.layers.self_attention.linear_qkv.weight"] == [("tp", 1, (), "")]
     assert told["decoder.layers.self_attention.linear_proj.weight"] == [("tp", 2, (), "heads")]
     assert told["decoder.layers.mlp.linear_fc1.weight"] == [("tp", -2, (1, 1), "")]
     assert told["decoder.layers.self_attention.linear_qkv.layer_norm_weight"] == []

@@ -1,0 +1,176 @@
+"""Legacy Megatron files from any mesh to any other: each rank's file is what a rank of that mesh would have saved itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpttools.errors import ConversionError, UsageError
+from ckpttools.model import Mesh
+from ckpttools.operations.place import Placing
+from ckpttools.operations.reshard import reshard
+from ckpttools.operations.targets import Details
+from ckpttools.operations.validate import validate
+from tests.fixture_cases import FIXTURES
+from tests.layouts.megatron_ranks import Model, Ranks
+from tests.layouts.test_megatron_legacy import values
+
+
+def lay_out(source: Path, destination: Path, mesh: str, *, virtual_stages: int = 1, layers: tuple[int, ...] = ()) -> Path:
+    reshard(
+        str(source),
+        str(destination),
+        target="megatron-legacy",
+        mesh=Mesh.parse(mesh),
+        placing=Placing(stage_layers=layers),
+        details=Details(virtual_stages=virtual_stages),
+        is_dropping=True,
+    )
+    return destination
+
+
+def loaded(path: Path) -> dict[str, object]:
+    return {p.relative_to(path).as_posix(): torch.load(p, weights_only=False) for p in sorted(path.rglob("*.pt"))}
+
+
+def same(one: object, other: object) -> bool:
+    """Whether two values are equal, tensors by their bytes; NaN in a gap stands for anything."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        is_alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+        return is_alike and bool(((one == other) | one.isnan() | other.isnan()).all())
+    if isinstance(one, dict) and isinstance(other, dict):
+        return list(map(str, one)) == list(map(str, other)) and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+MOVES = [
+    pytest.param(Model(), Ranks(tp=2, pp=2), Ranks(), id="to one rank"),
+    pytest.param(Model(), Ranks(), Ranks(tp=2, pp=2), id="from one rank"),
+    pytest.param(Model(), Ranks(tp=2, pp=2), Ranks(tp=4), id="to more ranks than query groups"),
+    pytest.param(Model(layers=8), Ranks(tp=2, pp=2), Ranks(pp=2, vpp=2), id="to virtual stages"),
+    pytest.param(Model(layers=8), Ranks(pp=2, vpp=4), Ranks(tp=2, pp=4), id="from virtual stages"),
+    pytest.param(Model(is_tied=True, has_bias=True, is_gated=False), Ranks(tp=2), Ranks(pp=4), id="tied to stages"),
+    pytest.param(Model(is_tied=True, has_bias=True), Ranks(pp=4), Ranks(tp=2), id="tied from stages"),
+    pytest.param(Model(is_tied=True, layers=8), Ranks(pp=2), Ranks(pp=2, vpp=2), id="tied to virtual stages"),
+    pytest.param(Model(has_bias=True), Ranks(tp=2, is_local=True), Ranks(pp=2, is_local=True), id="norms of their own"),
+    pytest.param(Model(experts=4), Ranks(ep=2), Ranks(tp=2, ep=4), id="experts"),
+    pytest.param(Model(experts=4), Ranks(ep=4), Ranks(tp=2, pp=2), id="experts to one rank"),
+    pytest.param(
+        Model(experts=4), Ranks(tp=2, experts="numbered"), Ranks(ep=2, pp=2, experts="numbered"), id="experts numbered at the end"
+    ),
+]
+
+
+@pytest.mark.parametrize("optimizer", ["", "positions", "buffers"])
+@pytest.mark.parametrize(("model", "source", "target"), MOVES)
+class TestMoves:
+    def test_each_file_is_what_the_rank_would_have_saved(self, model, source, target, optimizer, tmp_path):
+        source, target = (Ranks(**(vars(r) | {"optimizer": optimizer})) for r in (source, target))
+        source.write(model, tmp_path / "from")
+        wanted = loaded(target.write(model, tmp_path / "wanted"))
+        found = loaded(lay_out(tmp_path / "from", tmp_path / "to", _mesh(target), virtual_stages=target.vpp))
+        assert list(wanted) == list(found)
+        for path, expected in wanted.items():
+            if path.endswith("model_optim_rng.pt"):
+                args = vars(expected["args"])
+                changed = {k: v for k, v in vars(found[path]["args"]).items() if args.get(k, v) != v}
+                assert set(changed) <= {"data_parallel_size"}
+                del expected["rng_state"], expected["args"], found[path]["args"]
+                expected, found[path] = dict(sorted(expected.items())), dict(sorted(found[path].items()))
+            assert same(expected, found[path]), path
+
+    def test_it_comes_back(self, model, source, target, optimizer, tmp_path):
+        source, target = (Ranks(**(vars(r) | {"optimizer": optimizer})) for r in (source, target))
+        whole = values(source.write(model, tmp_path / "from"))
+        lay_out(tmp_path / "from", tmp_path / "to", _mesh(target), virtual_stages=target.vpp)
+        lay_out(tmp_path / "to", tmp_path / "back", _mesh(source), virtual_stages=source.vpp)
+        assert whole == values(tmp_path / "to") == values(tmp_path / "back")
+        assert "ok" == validate(str(tmp_path / "back")).verdict
+
+
+def _mesh(ranks: Ranks) -> str:
+    axes = (("pp", ranks.pp), ("ep", ranks.ep), ("tp", ranks.tp))
+    return ",".join(f"{axis}={size}" for axis, size in axes if size > 1 or axis == "tp")
+
+
+@pytest.mark.parametrize("mesh", ["tp=1", "tp=4", "pp=4", "tp=2,pp=2"])
+@pytest.mark.parametrize("name", ["legacy_tp2_pp2_mcore", "legacy_tp2_distopt", "legacy_lm_tp2", "legacy_lm_tp2_pp2_gqa"])
+def test_fixtures_go_to_other_meshes(name, mesh, tmp_path):
+    source = FIXTURES / "megatron" / name / "ckpt/iter_0000100"
+    if (name == "legacy_lm_tp2_pp2_gqa" and mesh == "tp=4") or (
+        mesh == "pp=4" and name in ("legacy_lm_tp2", "legacy_tp2_distopt")
+    ):
+        with pytest.raises(UsageError, match="does not fit"):
+            lay_out(source, tmp_path / "to", mesh)
+        return
+    assert values(source) == values(lay_out(source, tmp_path / "to", mesh))
+
+
+class TestRefusals:
+    def test_random_states_are_not_given_to_other_ranks_in_silence(self, tmp_path):
+        Ranks(tp=2).write(Model(), tmp_path / "from")
+        with pytest.raises(ConversionError) as refused:
+            reshard(str(tmp_path / "from"), str(tmp_path / "to"), target="megatron-legacy", mesh=Mesh.parse("tp=1"))
+        assert "rng_state.mp_rank_00" in str(refused.value.found)
+        assert not (tmp_path / "to").exists()
+
+    @pytest.mark.parametrize(
+        ("model", "mesh", "said"),
+        [
+            (Model(), "tp=8", "4 attention heads"),
+            (Model(vocab=50), "tp=4", "50 "),
+            (Model(layers=2), "pp=3", "at most 2"),
+            (Model(experts=4), "ep=3", "4 experts"),
+        ],
+    )
+    def test_what_does_not_fit_is_told_with_its_numbers(self, tmp_path, model, mesh, said):
+        Ranks().write(model, tmp_path / "from")
+        with pytest.raises((UsageError, ConversionError), match=said):
+            lay_out(tmp_path / "from", tmp_path / "to", mesh)
+
+    def test_stages_of_lengths_that_no_argument_describes(self, tmp_path):
+        Ranks().write(Model(layers=6), tmp_path / "from")
+        with pytest.raises(ConversionError, match="6 layers cannot be divided evenly among 4 stages"):
+            lay_out(tmp_path / "from", tmp_path / "to", "pp=4", layers=(1, 1, 3, 1))
+
+    def test_a_longer_first_stage_is_in_the_arguments(self, tmp_path):
+        Ranks().write(Model(layers=5), tmp_path / "from")
+        lay_out(tmp_path / "from", tmp_path / "to", "pp=3", layers=(3, 1, 1))
+        args = loaded(tmp_path / "to")["mp_rank_00_001/model_optim_rng.pt"]["args"]
+        assert (3, 1) == (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
+        assert "ok" == validate(str(tmp_path / "to")).verdict
+
+    def test_virtual_stages_that_the_layers_do_not_fill(self, tmp_path):
+        Ranks().write(Model(layers=6), tmp_path / "from")
+        with pytest.raises(ConversionError, match="6 layers cannot be divided evenly among 2 stages of 2 chunks"):
+            lay_out(tmp_path / "from", tmp_path / "to", "pp=2", virtual_stages=2)
+
+    def test_experts_in_a_transposed_matrix(self, tmp_path):
+        Ranks(experts="grouped").write(Model(experts=4), tmp_path / "from")
+        with pytest.raises(ConversionError, match="transposed matrix"):
+            lay_out(tmp_path / "from", tmp_path / "to", "ep=2")
+
+    def test_rows_of_everything_have_no_place(self, tmp_path):
+        Ranks().write(Model(), tmp_path / "from")
+        with pytest.raises(ConversionError, match="no axis fsdp"):
+            lay_out(tmp_path / "from", tmp_path / "to", "fsdp=2")
+
+    def test_names_of_other_models(self, tmp_path):
+        torch.save({"model.layers.0.mlp.up_proj.weight": torch.ones(4, 4)}, tmp_path / "model.pt")
+        with pytest.raises(ConversionError, match="no tensor has a Megatron name"):
+            lay_out(tmp_path / "model.pt", tmp_path / "to", "tp=1")
+
+    def test_virtual_stages_of_another_target(self, tmp_path):
+        Ranks().write(Model(), tmp_path / "from")
+        with pytest.raises(UsageError, match="no virtual stages"):
+            reshard(
+                str(tmp_path / "from"),
+                str(tmp_path / "to"),
+                target="dcp",
+                mesh=Mesh.parse("pp=2"),
+                details=Details(virtual_stages=2),
+            )
