@@ -216,6 +216,8 @@ class FileEntry:
     family: str = "model"
     root: str = ""
     """Of several roots the one that holds it."""
+    copy_of: str = ""
+    """For a `replica`: the path of the file that it must be equal to."""
 
     @property
     def place(self) -> str:

@@ -16,21 +16,24 @@ from ckpttools.containers.torch_file import read_torch_file
 from ckpttools.errors import StorageError
 from ckpttools.findings import WARNING, Finding
 from ckpttools.model import Checkpoint, FileEntry, ObjectEntry, Piece, StoredChecksum, TensorEntry
-from ckpttools.storage.source import ListedFile, Listing, Source, read
+from ckpttools.storage.source import Listing, Source, read
 
 _BLOCK_BYTES = 1 << 20
 _NEAR_BYTES = 64 << 10
 """Reading so many bytes for nothing is cheaper than another round trip: a DCP file has a gap per item."""
 
 
-def distinct_copies(source: Source, listing: Listing, path: str) -> list[str]:
-    """A file, and those of its copies that hold other bytes than the file and the copies before them. Raises StorageError."""
-    distinct = [path]
+def distinct_copies(source: Source, listing: Listing, path: str) -> dict[str, list[str]]:
+    """The different contents that a file and its copies have: the first path with each, and all paths with it.
+
+    Raises: StorageError: when one of them cannot be read.
+    """
+    distinct = {path: [path]}
     for copy in listing.copies.get(path, ()):
         length = copy.length_bytes
-        same = (p for p in distinct if listing.length_bytes(p) == length)
-        if all(_first_difference(source, p, copy.path, [(0, length)]) is not None for p in same):
-            distinct.append(copy.path)
+        alike = (p for p in distinct if listing.length_bytes(p) == length)
+        first = next((p for p in alike if _first_difference(source, p, copy.path, [(0, length)]) is None), copy.path)
+        distinct.setdefault(first, []).append(copy.path)
     return distinct
 
 
@@ -43,34 +46,38 @@ def with_copies(source: Source, checkpoint: Checkpoint, listing: Listing) -> Che
     """
     if not listing.copies:
         return checkpoint
-    claimed = {f.path for f in checkpoint.files}
-    roles = {f.path: f for f in checkpoint.files}
-    alike: dict[str, list[str]] = {}
-    entries: list[FileEntry] = []
+    known = {f.path: f for f in checkpoint.files}
+    unclaimed = [
+        FileEntry(c.path, c.length_bytes, "replica", known[path].family, c.root, path)
+        for path, copies in listing.copies.items()
+        for c in copies
+        if c.path not in known
+    ]
+    alike: dict[str, list[str]] = defaultdict(list)
     findings: list[Finding] = []
-    for path, copies in listing.copies.items():
-        for copy in (c for c in copies if c.path not in claimed):
-            entries.append(FileEntry(copy.path, copy.length_bytes, "replica", roles[path].family, copy.root))
-            if copy.length_bytes == listing.length_bytes(path) and copy.is_regular:
-                alike.setdefault(path, []).append(copy.path)
-            else:
-                findings.append(_other_length(listing.files[path], copy, roles[path]))
-    checksums, bad = _own_checksums(source, checkpoint.checksums, alike, listing)
-    findings += bad
+    for copy in (*unclaimed, *checkpoint.files):
+        if not copy.copy_of:
+            continue
+        listed = listing.find(copy.path)
+        if copy.length_bytes == listing.length_bytes(copy.copy_of) and listed is not None and listed.is_regular:
+            alike[copy.copy_of].append(copy.path)
+        else:
+            findings.append(_other_length(known[copy.copy_of], copy, is_regular=listed is not None and listed.is_regular))
+    checksums, bad = _own_checksums(source, checkpoint, alike)
     return replace(
         checkpoint,
         tensors=tuple(_with_replicas(t, alike) for t in checkpoint.tensors),
         objects=tuple(_with_extents(o, alike) for o in checkpoint.objects),
-        files=tuple(sorted((*checkpoint.files, *entries), key=lambda f: f.path)),
-        findings=(*checkpoint.findings, *findings),
+        files=tuple(sorted((*checkpoint.files, *unclaimed), key=lambda f: f.path)),
+        findings=(*checkpoint.findings, *findings, *bad),
         checksums=(*checkpoint.checksums, *checksums),
     )
 
 
-def _other_length(file: ListedFile, copy: ListedFile, entry: FileEntry) -> Finding:
-    where = f"{file.root}/{file.path} and {copy.path}"
-    found = f"{copy.length_bytes} bytes" if copy.is_regular else "no regular file"
-    return Finding("replica-mismatch", where, f"{file.length_bytes} bytes", found, severity=_severity(entry))
+def _other_length(file: FileEntry, copy: FileEntry, *, is_regular: bool) -> Finding:
+    found = f"{copy.length_bytes} bytes" if is_regular else "no regular file"
+    where = f"{file.place} and {copy.place}"
+    return Finding("replica-mismatch", where, f"{file.length_bytes} bytes", found, severity=_severity(file))
 
 
 def _severity(entry: FileEntry) -> str:
@@ -94,27 +101,28 @@ def _with_extents(entry: ObjectEntry, alike: dict[str, list[str]]) -> ObjectEntr
 
 
 def _own_checksums(
-    source: Source, checksums: Sequence[StoredChecksum], alike: dict[str, list[str]], listing: Listing
+    source: Source, checkpoint: Checkpoint, alike: dict[str, list[str]]
 ) -> tuple[list[StoredChecksum], list[Finding]]:
     """The checksums that copies of torch files store themselves, so that each copy is judged by its own.
 
     A copy whose records lie elsewhere than those of the file is taken out of `alike`, with a finding.
     """
+    entries = {f.path: f for f in checkpoint.files}
     stored: dict[str, list[StoredChecksum]] = defaultdict(list)
-    for checksum in checksums:
+    for checksum in checkpoint.checksums:
         if checksum.file in alike:
             stored[checksum.file].append(checksum)
     found: list[StoredChecksum] = []
     findings: list[Finding] = []
     for path, expected in stored.items():
         for copy in list(alike[path]):
-            file = read_torch_file(Region(source, copy, 0, listing.length_bytes(copy)))
+            file = read_torch_file(Region(source, copy, 0, entries[path].length_bytes))
             if sorted(map(_place, file.checksums)) == sorted(map(_place, expected)):
                 found += file.checksums
                 continue
             alike[path].remove(copy)
-            where = f"{listing.files[path].root}/{path} and {copy}"
             what = next((f"{f.code}: {f.found}" for f in file.findings if f.is_error), "records in other places")
+            where = f"{entries[path].place} and {copy}"
             findings.append(Finding("replica-mismatch", where, f"{len(expected)} records in the same places", what))
     return found, findings
 
@@ -123,49 +131,50 @@ def _place(checksum: StoredChecksum) -> tuple[str, int, int, str]:
     return checksum.label, checksum.offset, checksum.length, repr(checksum.encoding)
 
 
-def compare_rest(source: Source, checkpoint: Checkpoint, listing: Listing) -> list[Finding]:
+def compare_rest(source: Source, checkpoint: Checkpoint) -> list[Finding]:
     """A finding per copy of a file whose bytes outside of tensors are not those of the file: the first that differs.
 
     Tensors are left out, because they are compared as replicas; so of a large file little is read.
     """
-    gaps = _gaps(checkpoint, listing) if listing.copies else {}
     entries = {f.path: f for f in checkpoint.files}
+    pairs = [(entries[c.copy_of], c) for c in checkpoint.files if c.copy_of]
+    pairs = [(file, copy) for file, copy in pairs if file.length_bytes == copy.length_bytes]
+    gaps = _gaps(checkpoint, pairs) if pairs else {}
     findings: list[Finding] = []
-    for path, copies in listing.copies.items():
-        for copy in copies:
-            is_copy = copy.path in entries and entries[copy.path].role == "replica"
-            if not is_copy or not copy.is_regular or copy.length_bytes != listing.length_bytes(path):
-                continue
-            try:
-                at = _first_difference(source, path, copy.path, gaps[path])
-            except StorageError as e:
-                findings.append(Finding(e.finding_code, e.where or path, e.expected or "readable bytes", e.found or e.message))
-                continue
-            if at is not None:
-                where = f"{listing.files[path].root}/{path} and {copy.path} at byte {at}"
-                expected, found = read(source, path, at, 1).hex(), read(source, copy.path, at, 1).hex()
-                severity = _severity(entries[path])
-                findings.append(Finding("replica-mismatch", where, f"byte {expected}", f"byte {found}", severity=severity))
+    for file, copy in pairs:
+        try:
+            at = _first_difference(source, file.path, copy.path, gaps[file.path])
+        except StorageError as e:
+            findings.append(Finding(e.finding_code, e.where or copy.path, e.expected or "readable bytes", e.found or e.message))
+            continue
+        if at is not None:
+            where = f"{file.place} and {copy.place} at byte {at}"
+            expected, found = (f"byte {read(source, f.path, at, 1).hex()}" for f in (file, copy))
+            findings.append(Finding("replica-mismatch", where, expected, found, severity=_severity(file)))
     return findings
 
 
-def _gaps(checkpoint: Checkpoint, listing: Listing) -> dict[str, list[tuple[int, int]]]:
+def _gaps(checkpoint: Checkpoint, pairs: Iterable[tuple[FileEntry, FileEntry]]) -> dict[str, list[tuple[int, int]]]:
     """Per copied file the stretches [start, stop) that no tensor lies in which is compared as a replica."""
+    lengths = {file.path: file.length_bytes for file, _ in pairs}
+    copies: dict[str, list[str]] = defaultdict(list)
+    for file, copy in pairs:
+        copies[file.path].append(copy.path)
     taken: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for entry in checkpoint.tensors:
         replicated = {(r.box, r.extent.file) for r in entry.replicas}
         for piece in (*entry.pieces, *entry.replicas) if replicated else ():
             place = piece.extent.encoding or piece.extent
-            if all((piece.box, c.path) in replicated for c in listing.copies.get(piece.extent.file, ())):
+            if all((piece.box, path) in replicated for path in copies.get(piece.extent.file, ())):
                 taken[piece.extent.file].append((place.offset, place.offset + place.length))
     gaps: dict[str, list[tuple[int, int]]] = {}
-    for path in listing.copies:
+    for path, length in lengths.items():
         gaps[path], position = [], 0
         for start, stop in sorted(taken[path]):
             if start > position:
                 gaps[path].append((position, start))
             position = max(position, stop)
-        gaps[path].append((position, listing.length_bytes(path)))
+        gaps[path].append((position, length))
     return gaps
 
 

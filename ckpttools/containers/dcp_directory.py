@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from ckpttools.containers.copies import distinct_copies
 from ckpttools.containers.dcp_manifest import Item, Manifest, ManifestTensor, parse_manifest
+from ckpttools.containers.dcp_nodes import NodeManifests
 from ckpttools.containers.safetensors_file import SafetensorsHeader, read_header
 from ckpttools.containers.shard_index import is_plain_reference
 from ckpttools.findings import NOTE, Finding
@@ -88,17 +89,21 @@ def read_directory(source: Source, listing: Listing, found: DcpDirectory, family
     prefix = f"{found.directory}/" if found.directory else ""
     whole = [p for p in found.manifests if p.rpartition("/")[2] == ".metadata"]
     stated = whole or [p for p in found.manifests if _rank_of_manifest(p) >= 0]
-    versions = {p: distinct_copies(source, listing, p) for p in stated}  # several where nodes wrote manifests of their own
-    homes = {name: (path, len(copies) > 1) for path, copies in versions.items() for name in copies}
-    names = list(homes)
-    if not names:
+    if not stated:
         seen = f"{len(found.data)} data files" + (" and `.metadata.tmp`" if prefix + ".metadata.tmp" in listing else "")
         finding = Finding("not-committed", f"{prefix}.metadata", "`.metadata`, which is written last", seen)
         files = tuple(FileEntry(p, listing.length_bytes(p), "data", family) for p in found.data)
         return DcpContents(files=files, findings=(finding,), commit=Commit(False, "no .metadata"))
     reader = _Reader(source, listing, prefix, family)
-    for name in sorted(names, key=_rank_of_manifest):
-        reader.take(parse_manifest(read(source, name, 0, listing.length_bytes(name)), name), name, *homes[name])
+    names: list[str] = []
+    for place in sorted(stated, key=_rank_of_manifest):
+        versions = distinct_copies(source, listing, place)  # several where nodes wrote manifests of their own
+        manifests = {p: parse_manifest(read(source, p, 0, listing.length_bytes(p)), p) for p in versions}
+        nodes = NodeManifests(listing, place, versions, manifests)
+        for name, manifest in manifests.items():
+            reader.take(manifest, name, nodes)
+            reader.twins |= dict.fromkeys(versions[name][1:], name)
+        names += versions
     reader.check_ranks(names, found.data)
     return reader.result(names, found.data)
 
@@ -121,8 +126,7 @@ class _Reader:
         self._listing = listing
         self._prefix = prefix
         self._manifest = ""
-        self._home = ""
-        self._beside = ""
+        self._nodes: NodeManifests | None = None
         self._family = family
         self._findings: list[Finding] = []
         self._tensors: dict[str, ManifestTensor] = {}
@@ -132,15 +136,16 @@ class _Reader:
         self._paths: dict[str, tuple[str | int, ...]] = {}
         self._bad_files: set[str] = set()
         self._used: set[str] = set()
+        self.twins: dict[str, str] = {}
+        """Files that a further root of a node's manifest holds -> the file of the first."""
         self._headers: dict[str, SafetensorsHeader | None] = {}
         self._version = ""
         self._others: dict[str, object] = {}
 
-    def take(self, manifest: Manifest, where: str, place: str, is_of_node: bool) -> None:
-        """Add the rows of the manifest in a file, whose path in its root is `place`; of a node, it means that node's files."""
+    def take(self, manifest: Manifest, where: str, nodes: NodeManifests) -> None:
+        """Add the rows of the manifest in a file, which may be one of several that nodes wrote."""
         self._manifest = where
-        self._home = where if is_of_node else ""
-        self._beside = place[: -len(place.rpartition("/")[2])]
+        self._nodes = nodes
         self._findings += manifest.findings
         self._version = self._version or manifest.version
         self._others |= manifest.others
@@ -179,7 +184,7 @@ class _Reader:
 
     def _path(self, file: str) -> str:
         """What a reference in the manifest that is being taken leads to: a file beside it."""
-        return self._listing.beside(self._home, self._beside + file)
+        return self._nodes.file_of(self._manifest, file) if self._nodes is not None else file
 
     def _check_files(self, manifest: Manifest) -> None:
         """References that leave the directory, files that are absent, files shorter than their items need."""
@@ -188,6 +193,8 @@ class _Reader:
             needed[item.file] = max(needed[item.file], item.offset + item.length)
         for file in sorted(needed):
             path = self._path(file)
+            if self._nodes is not None:
+                self.twins |= dict.fromkeys(self._nodes.copies_of(self._manifest, file), path)
             if not is_plain_reference(file):
                 self._findings.append(Finding("reference-outside", self._manifest, "a file beside it", f"`{file}`"))
             elif (listed := self._listing.find(path)) is None or not listed.is_regular:
@@ -291,12 +298,15 @@ class _Reader:
             tensors.append(TensorEntry(spec, self._paths.get(name, (name,)), pieces, replicas, family=self._family))
         files = [FileEntry(m, self._listing.length_bytes(m), "manifest", self._family) for m in manifests]
         copies = {c.path for path in data_files for c in self._listing.copies.get(path, ())}
-        for path in (*data_files, *sorted(copies & self._used)):
+        copies.update(data_files)
+        for path in sorted(copies.intersection((*data_files, *self._used)) - set(self.twins)):
             length = self._listing.length_bytes(path)
             is_stale = path not in self._used and length > 0
             files.append(FileEntry(path, length, "unreferenced" if is_stale else "data", self._family))
             if is_stale:
                 self._findings.append(Finding("unreferenced-file", path, "a manifest that names it", "none", severity=NOTE))
+        for path, first in sorted(self.twins.items()):
+            files.append(FileEntry(path, self._listing.length_bytes(path), "replica", self._family, copy_of=first))
         return DcpContents(
             tensors=tuple(tensors),
             objects=tuple(self._objects.values()),

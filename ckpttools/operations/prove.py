@@ -64,7 +64,7 @@ class SourceProof:
     def _require(self, digests: Mapping[str, str], findings: list[Finding]) -> None:
         if self._seal is not None:
             findings += self._differences(digests)
-        findings += compare_rest(self._snapshot.source, self._snapshot.checkpoint, self._snapshot.listing)
+        findings += compare_rest(self._snapshot.source, self._snapshot.checkpoint)
         replicated = [t for t in self._tensors if t.replicas]
         if replicated:
             self._scan(replicated, replicas=True)

@@ -57,7 +57,7 @@ def settle(snapshot: Snapshot, tensors: Mapping[str, TensorEntry], rule: str, *,
     with ThreadPoolExecutor(max(jobs, 1)) as pool:
         rulings = list(pool.map(lambda entry: _settle_tensor(entry, rule, judge), tensors.values()))
     rows = [row.described(names) for ruling in rulings for row in ruling.rows]
-    rest = compare_rest(snapshot.source, snapshot.checkpoint, snapshot.listing)
+    rest = compare_rest(snapshot.source, snapshot.checkpoint)
     lengths = [f for f in snapshot.checkpoint.findings if f.code == "replica-mismatch"]
     record = {"rule": rule, "boxes": rows, "files": [f.where for f in (*lengths, *rest) if f.is_error]}
     return Settled(dict(zip(tensors, (r.entry for r in rulings), strict=True)), record)

@@ -129,7 +129,7 @@ def _read_all(
         memory_bytes=memory_bytes,
         progress=progress,
     )
-    rest = compare_rest(snapshot.source, snapshot.checkpoint, snapshot.listing)
+    rest = compare_rest(snapshot.source, snapshot.checkpoint)
     errors = [f for f in with_roots((*scanned.findings, *rest), snapshot.checkpoint.files) if f.is_error]
     if errors:
         raise FindingsError(f"not whole, so not hashed: {location}", errors, hints=[f"ckpttools validate {location}"])

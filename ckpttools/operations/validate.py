@@ -94,7 +94,7 @@ def validate(
     scanned = read_all(algorithm, is_checking=True) if depth == "full" else Scan()
     is_told = any(f.is_error for f in findings)  # then what is uncovered was said, or follows from what was
     findings += [f for f in scanned.findings if not (is_told and f.code in ("uncovered", "pieces-overlap"))]
-    findings += compare_rest(snapshot.source, snapshot.checkpoint, snapshot.listing) if depth == "full" else []
+    findings += compare_rest(snapshot.source, snapshot.checkpoint) if depth == "full" else []
     if seal is not None:
         findings += _check_seal(snapshot, seal, scanned, depth, memory_bytes)
     if other is not None:  # sealed by one algorithm and compared by another takes a second pass

@@ -77,15 +77,10 @@ class Listing:
         """Length of a listed file. Raises KeyError for one that is not listed."""
         return (self._copies.get(path) or self.files[path]).length_bytes
 
-    def beside(self, file: str, path: str) -> str:
-        """What a reference to `path` in `file` means: the copy in the root of `file`, where that root holds one.
-
-        So a manifest that a node wrote for itself is read with the files of that node, although others have files of
-        the same names. With one root it is `path` itself.
-        """
-        home = self.find(file)
-        copies = self.copies.get(path, ()) if home is not None else ()
-        return next((c.path for c in copies if home is not None and c.root == home.root), path)
+    def holders(self, path: str) -> list[tuple[str, str]]:
+        """(root, path as listed) of a file and of its copies; empty for what is not listed."""
+        file = self.files.get(path)
+        return [(f.root, f.path) for f in (file, *self.copies.get(path, ()))] if file is not None else []
 
     def in_directory(self, directory: str) -> list[ListedFile]:
         """The files directly in `directory` ("" for the root)."""

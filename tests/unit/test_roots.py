@@ -66,6 +66,13 @@ class TestSpread:
         roots = spread(snapshot, tmp_path, 4, by_rank)
         assert fingerprint(snapshot) == fingerprint(*reversed(roots))
 
+    def test_complete_manifests_that_differ_mean_the_same_files(self, tmp_path):
+        snapshot = TORCH / "dcp_fsdp2_w2" / "ckpt"
+        roots = spread(snapshot, tmp_path, 2, lambda p: [0, 1] if p == ".metadata" else by_rank(p))
+        manifest = roots[1] / ".metadata"
+        manifest.write_bytes(manifest.read_bytes().replace(b"1.0.0", b"1.0.1"))
+        assert fingerprint(snapshot) == fingerprint(*roots)
+
     def test_the_manifest_on_every_node(self, tmp_path):
         snapshot = TORCH / "dcp_fsdp2_w2" / "ckpt"
         roots = spread(snapshot, tmp_path, 2, lambda p: [0, 1] if p == ".metadata" else by_rank(p))
@@ -119,6 +126,18 @@ class TestNodesOfTheirOwn:
 
     def test_one_node_alone_is_not_the_whole(self, nodes):
         assert "incomplete" == checked(nodes[0]).verdict
+
+    def test_a_file_that_a_node_lost_is_missing_although_another_node_has_one_of_its_name(self, nodes):
+        (nodes[1] / "__0_0.distcp").unlink()
+        result = checked(*nodes)
+        assert "incomplete" == result.verdict
+        assert str(nodes[1] / "__0_0.distcp") in {f.where for f in result.findings if f.code == "missing-file"}
+
+    def test_each_node_twice(self, nodes, tmp_path):
+        twins = [shutil.copytree(n, tmp_path / f"twin_{n.parent.name}" / n.name) for n in nodes]
+        assert fingerprint(NO_COLLECTIVES) == fingerprint(*nodes, *twins) == fingerprint(*twins, *reversed(nodes))
+        (nodes[1] / "__0_0.distcp").unlink()
+        assert fingerprint(NO_COLLECTIVES) == fingerprint(*nodes, *twins)
 
     def test_damage_is_told_with_the_node(self, nodes):
         path = nodes[1] / "__0_0.distcp"

@@ -44,11 +44,11 @@ class TestListing:
         assert (5, nodes[2]) == (listing.length_bytes("cut"), listing.files["cut"].root)
         assert [1] == [c.length_bytes for c in listing.copies["cut"]]
 
-    def test_a_reference_means_the_file_beside_it(self, nodes):
+    def test_the_holders_of_a_path_are_its_roots(self, nodes):
         listing = open_roots(nodes)[0].listing()
-        assert f"{nodes[1]}/both" == listing.beside("only_b", "both")
-        assert "both" == listing.beside("only_a", "both")
-        assert "only_a" == listing.beside("only_b", "only_a")
+        assert [(nodes[0], "both"), (nodes[1], f"{nodes[1]}/both")] == listing.holders("both")
+        assert [(nodes[1], "only_b")] == listing.holders("only_b")
+        assert [] == listing.holders("none")
 
     def test_a_file_that_no_root_lists_is_not_read(self, nodes, tmp_path):
         source, _ = open_roots(nodes)
