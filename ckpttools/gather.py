@@ -203,12 +203,17 @@ def _is_one_run(entry: TensorEntry) -> bool:
     if len(entry.pieces) != 1:
         return False
     piece = entry.pieces[0]
-    return not piece.extent.transforms and piece.extent.strides is None and piece.box == entry.spec.box
+    return piece.box == entry.spec.box and _is_as_meant(piece)
+
+
+def _is_as_meant(piece: Piece) -> bool:
+    """Whether the stored bytes of a piece are its values, row-major: nothing is to be done to them but read them."""
+    return piece.extent.strides is None and not piece.extent.transforms and not piece.mean_with
 
 
 def _is_plain_run(piece: Piece, tile: Box) -> bool:
     """Whether a tile inside a piece is one run of its stored bytes, needing no transformation."""
-    if piece.extent.strides is not None or piece.extent.transforms or piece.mean_with:
+    if not _is_as_meant(piece):
         return False
     return is_row_major(tile.sizes, row_major_strides(piece.box.sizes))
 

@@ -125,3 +125,11 @@ class TestGather:
         box = Box((7, 2), (3, 5))
         found = b"".join(bytes(t) for t in Gather(source, memory_bytes=1 << 20).stream(entry, box))
         assert expected[7:10, 2:7].tobytes() == found
+
+    def test_a_small_tensor_in_one_piece_is_the_mean_too(self, tmp_path):
+        for name, value in (("a", 1.0), ("b", 4.0)):
+            (tmp_path / name).write_bytes(struct.pack("<f", value))
+        spec = TensorSpec("w", BY_NAME["float32"], (1,))
+        entry = TensorEntry(spec, ("w",), (Piece(spec.box, Extent("a", 0, 4), mean_with=(Extent("b", 0, 4),)),))
+        source, _ = open_source(str(tmp_path))
+        assert [struct.pack("<f", 2.5)] == [bytes(t) for t in Gather(source, memory_bytes=1 << 20).stream(entry)]
