@@ -74,9 +74,13 @@ def test_tensors_survive_any_way_through_the_layouts(
 
 
 def test_the_way_of_the_uneven_fixture_keeps_one_fingerprint(tmp_path: Path) -> None:
-    source = next(s for s in SOURCES if "dcp_fsdp2_w4_uneven" in s)
-    at, fingerprint = source, hash_tensors(source).fingerprint
-    for i, (target, mesh) in enumerate([("dcp", "fsdp=3"), ("dcp", "tp=2,fsdp=2"), ("dcp", "fsdp=4")]):
-        reshard(at, str(tmp_path / str(i)), target=target, mesh=Mesh.parse(mesh))
-        at = str(tmp_path / str(i))
-        assert hash_tensors(at).fingerprint == fingerprint
+    at = source = next(s for s in SOURCES if "dcp_fsdp2_w4_uneven" in s)
+    way = [("dcp", "fsdp=3"), ("dcp", "tp=2,fsdp=2"), ("dtensor", "fsdp=2"), ("consolidated", ""), ("dcp", "fsdp=4")]
+    for i, (target, mesh) in enumerate(way):
+        destination = str(tmp_path / str(i))
+        if target == "consolidated":
+            consolidate(at, destination, choice=Choice(include=("*",)))
+        else:
+            reshard(at, destination, target=target, mesh=Mesh.parse(mesh))
+        assert hash_tensors(destination).fingerprint == hash_tensors(source).fingerprint
+        at = destination

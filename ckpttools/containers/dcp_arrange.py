@@ -13,14 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from ckpttools.containers.dcp_metadata import write_metadata
 from ckpttools.containers.torch_archive import TensorItem
 from ckpttools.dtypes import DType
 from ckpttools.model import ArrangedFile, Box, Carry, ChecksumSlot, Literal, Path, Slot, TensorSpec
-from ckpttools.pickles.records import Global, Object
-from ckpttools.pickles.writer import write_pickle
 
 MANIFEST = ".metadata"
-_METADATA = "torch.distributed.checkpoint.metadata"
 Key = tuple[str, tuple[int, ...] | None]
 """(name, offsets of the chunk); None for an object."""
 
@@ -95,7 +93,8 @@ def arrange_directory(
         for item in of_file:
             places[item.key] = (path, *file.add(item))
         files.append(file.finish())
-    manifest = write_pickle(_metadata(tensors, objects, places, paths), protocol=4)
+    rows = [(spec, [(chunk.box, places[chunk.key]) for chunk in chunks]) for spec, chunks in tensors]
+    manifest = write_metadata(rows, [(item.name, places[item.key]) for item in objects], paths)
     record = ArrangedFile(MANIFEST, len(manifest), literals=(Literal(0, manifest),), is_commit_record=True)
     return (*files, record)
 
@@ -165,59 +164,3 @@ class _File:
             tuple(self.checksums),
             tuple(self.carries),
         )
-
-
-def _metadata(
-    tensors: Sequence[tuple[TensorSpec, Sequence[Chunk]]],
-    objects: Sequence[ObjectItem],
-    places: Mapping[Key, tuple[str, int, int]],
-    paths: Mapping[str, Path] | None,
-) -> Object:
-    """The records of `torch.distributed.checkpoint.metadata.Metadata`."""
-    rows: dict[object, object] = {}
-    storage: dict[object, object] = {}
-    properties: dict[DType, Object] = {}
-    for spec, chunks in tensors:
-        sizes = []
-        for index, chunk in enumerate(chunks):
-            offsets = _size(chunk.box.offsets)
-            sizes.append(_made("ChunkStorageMetadata", offsets=offsets, sizes=_size(chunk.box.sizes)))
-            key = _made("MetadataIndex", fqn=spec.name, offset=offsets, index=index)
-            storage[key] = _place(places[chunk.key])
-        state = properties.setdefault(spec.dtype, _properties(spec.dtype))
-        rows[spec.name] = _made("TensorStorageMetadata", properties=state, size=_size(spec.shape), chunks=sizes)
-    for item in objects:
-        rows[item.name] = Object(Global(_METADATA, "BytesStorageMetadata"), (), how="newobj")
-        storage[_made("MetadataIndex", fqn=item.name, offset=None, index=None)] = _place(places[item.key])
-    keys = None if paths is None else {name: tuple(paths[name]) for name in rows if isinstance(name, str)}
-    return _made(
-        "Metadata",
-        state_dict_metadata=rows,
-        planner_data=keys,
-        storage_data=storage,
-        storage_meta=_made("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]),
-        version="1.0.0",
-    )
-
-
-def _made(name: str, **members: object) -> Object:
-    """An instance of one of the metadata classes, as `object.__reduce_ex__` has it."""
-    return Object(Global(_METADATA, name), (), how="newobj", state=dict(members))
-
-
-def _size(sizes: tuple[int, ...]) -> Object:
-    return Object(Global("torch", "Size"), (sizes,))
-
-
-def _place(place: tuple[str, int, int]) -> Object:
-    path, offset, length = place
-    name = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-    return Object(name, (), how="newobj", state={"relative_path": path, "offset": offset, "length": length})
-
-
-def _properties(dtype: DType) -> Object:
-    """TensorProperties of a dense tensor: (dtype, layout, requires_grad, memory format, pin_memory)."""
-    strided = Object(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    contiguous = Object(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
-    state = (Global("torch", dtype.name), strided, False, contiguous, False)
-    return Object(Global(_METADATA, "TensorProperties"), (), how="newobj", state=state)
