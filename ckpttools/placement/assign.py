@@ -204,6 +204,8 @@ class _Placer:
         cuts: list[Cut] = []
         if spec.shape == ():
             said.append("no dimension to cut: replicated")
+        elif spec.dtype.is_sub_byte:
+            said.append(f"{spec.dtype.name}, of which several elements share a byte: replicated")
         elif whole is not None:
             said.append(f"{whole.label}: replicated")
         else:

@@ -27,6 +27,8 @@ def cut_of(
         before: cuts that were made in the tensor already.
         ranks: of the rule's axis.
     """
+    if ranks == 1:  # what cannot be cut does no harm; what a larger axis would have to keep to is asked for all the same
+        requirements = Requirements(requirements.constraints)
     dim = rule.dim + (len(spec.shape) if rule.dim < 0 else 0)
     if not 0 <= dim < len(spec.shape):
         found = f"{len(spec.shape)} dimensions"

@@ -300,6 +300,16 @@ class TestRefusals:
         (problem, *_) = place([tensor("w", 4, 4)], Mesh.parse("tp=2"), rules).problems
         assert str(problem) == "rule 1 of mine.toml cuts dimension 2, which is not there (found 2 dimensions): `w`"
 
+    def test_an_axis_of_one_rank_is_refused_nothing(self) -> None:
+        rules = parse_rules('[[rules]]\ntensors = ["w"]\naxis = "tp"\ndim = 2\n', "mine.toml")
+        found = place([tensor("w", 4, 4)], Mesh.parse("tp=1,fsdp=2"), rules)
+        assert (found.problems, found.tensors[0].placement.cuts) == ((), (ROWS,))
+
+    def test_what_shares_bytes_is_cut_by_no_rule(self) -> None:
+        rules = parse_rules('[[rules]]\ntensors = ["*"]\naxis = "tp"\ndim = 0\n', "mine.toml")
+        tensors = [tensor("a", 4, 4), tensor("b", 4, 4, dtype="float4_e2m1fn")]
+        assert [t.placement.cuts for t in place(tensors, Mesh.parse("tp=2"), rules).tensors] == [(TP,), ()]
+
     def test_layers_per_stage_must_make_the_layers(self) -> None:
         (problem,) = on("pp=2", llama(), layers_per_stage=(1, 2)).problems
         assert str(problem) == "the layers per stage do not fit (expected 2 numbers that make 2 layers; found 2 that make 3)"
