@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpttools.errors import UsageError
@@ -38,8 +38,18 @@ class Placing:
     """Where a config.json or params.json with the numbers of heads lies; None for the source's own."""
 
 
-def place(snapshot: Snapshot, selection: Selection, mesh: Mesh, placing: Placing, *, needs_even: bool) -> Assignment:
+def place(
+    snapshot: Snapshot,
+    selection: Selection,
+    mesh: Mesh,
+    placing: Placing,
+    *,
+    needs_even: bool,
+    usual: Callable[[Mapping[str, Sequence[int]]], str] = lambda shapes: "",
+) -> Assignment:
     """A placement for every selected tensor.
+
+    Args: usual: the built-in set for tensors of such shapes where the user names none; empty for what the names suggest.
 
     Raises: UsageError: for rules that are none, or with all that does not fit the mesh and the nearest one that does.
     """
@@ -50,7 +60,7 @@ def place(snapshot: Snapshot, selection: Selection, mesh: Mesh, placing: Placing
     assignment = assign.place(
         tensors,
         mesh,
-        _rules(snapshot, selection, placing.rules),
+        _rules(snapshot, selection, placing.rules, usual),
         _counts(snapshot, placing.model_config),
         is_even=needs_even,
         layers_per_stage=placing.stage_layers,
@@ -60,9 +70,13 @@ def place(snapshot: Snapshot, selection: Selection, mesh: Mesh, placing: Placing
     return assignment
 
 
-def _rules(snapshot: Snapshot, selection: Selection, wanted: str) -> RuleSet | None:
+def _rules(
+    snapshot: Snapshot, selection: Selection, wanted: str, usual: Callable[[Mapping[str, Sequence[int]]], str]
+) -> RuleSet | None:
     if not wanted:
-        return choose({name: entry.spec.shape for name, entry in selection.tensors.items() if entry.family == MODEL})
+        shapes = {name: entry.spec.shape for name, entry in selection.tensors.items() if entry.family == MODEL}
+        named = usual(shapes)
+        return built_in(named) if named else choose(shapes)
     if wanted == "source":
         return infer(selection.tensors, snapshot.checkpoint.mesh)
     if wanted in (*BUILT_IN, *OTHERS):

@@ -58,6 +58,9 @@ class Target:
     """Whether it has a place for optimizer state and other families beside the model's tensors."""
     needs_even: bool = False
     """Whether every rank's share must have the same shape, as whoever loads plain tensors expects."""
+    rules: Callable[[Mapping[str, Sequence[int]]], str] = lambda shapes: ""
+    """Name of the built-in set of rules by which the target's own loader has tensors of such shapes cut; empty where the names
+    tell."""
     shares_storage: bool = False
     """Whether tied tensors stay one stored tensor under several names; otherwise each name is written."""
     holds_whole_items: bool = False
@@ -96,6 +99,12 @@ def _vllm(request: Request) -> Arrangement:
         aliases=request.aliases,
         max_part_bytes=request.details.max_part_bytes,
     )
+
+
+def _llama_rules(shapes: Mapping[str, Sequence[int]]) -> str:
+    """Llama 1 and 2, which have 32,000 tokens, cut the embedding along its columns; Llama 3, with 128,256, along its rows."""
+    tokens = [shape[0] for name, shape in shapes.items() if name.endswith("tok_embeddings.weight") and len(shape) == 2]
+    return "llama_meta1" if tokens and max(tokens) < 1 << 16 else ""
 
 
 def _llama(request: Request) -> Arrangement:
@@ -182,6 +191,7 @@ TARGETS = (
         lambda request: llama.refusals(request.tensors, request.mesh, objects=request.objects),
         holds_state=False,
         needs_even=True,
+        rules=_llama_rules,
         shares_storage=True,
     ),
     Target(

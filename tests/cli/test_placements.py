@@ -98,3 +98,12 @@ def test_a_strange_config_beside_the_source_does_not_matter(ckpttools: Run, tmp_
     shutil.copytree(SOURCE, source)
     (source / "config.json").write_text('{"num_attention_heads": "many"}')
     assert reshard(ckpttools, tmp_path, "tp=2", "--dry-run", "--json", source=source).exit_code == 0
+
+
+def test_metas_own_files_of_a_small_vocabulary_have_columns_of_the_embedding(ckpttools: Run, tmp_path: Path) -> None:
+    options = ("--weights-only", "--exclude", "model.freqs_cis", "--exclude", "model.num_updates", "--strip-prefix", "model.")
+    answer = ckpttools("reshard", SOURCE, tmp_path / "out", "--to", "llama", "--mesh", "tp=2", *options, "--dry-run", "--json")
+    assert reasons(answer)["tok_embeddings.weight"] == "tp dim 1 by rule 1 of llama_meta1"
+    answer = ckpttools("reshard", SOURCE, tmp_path / "out", "--to", "llama", "--mesh", "tp=2", *options, "--placements", "llama",
+                       "--dry-run", "--json")  # fmt: skip
+    assert reasons(answer)["tok_embeddings.weight"].startswith("tp dim 0")
