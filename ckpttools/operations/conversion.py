@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpttools.cast import CastCounts
+from ckpttools.containers.copies import with_roots
 from ckpttools.digest import TensorDigest, digest_bytes
 from ckpttools.errors import DestinationError, FindingsError, UsageError
 from ckpttools.execute import Executed, run
@@ -148,6 +149,7 @@ def require_whole(snapshot: Snapshot, allowed: Sequence[str]) -> None:
     """Nothing is made from a source with errors, unless the user knows of them."""
     errors = [f for f in snapshot.checkpoint.findings if f.is_error and f.code not in allowed]
     if errors:
+        errors = list(with_roots(errors, snapshot.checkpoint.files))
         codes = sorted({f.code for f in errors})
         hint = "--allow-findings " + " --allow-findings ".join(codes) + " goes on in spite of them"
         hints = [REPLICA_HINT] if codes == ["replica-mismatch"] else [hint]

@@ -107,6 +107,30 @@ class TestConsolidate:
         assert plan(*nodes) != plan(nodes[0], nodes[2], nodes[1], nodes[3])
 
 
+class TestReshard:
+    def test_it_is_what_the_whole_gives(self, nodes: list[Path], ckpttools: Run, tmp_path: Path) -> None:
+        options = ["--to", "dcp", "--mesh", "fsdp=3"]
+        assert ckpttools("reshard", SNAPSHOT, tmp_path / "one", *options).exit_code == 0
+        assert ckpttools("reshard", *as_options(nodes), tmp_path / "many", *options).exit_code == 0
+        assert {p.name for p in (tmp_path / "one").iterdir()} == {p.name for p in (tmp_path / "many").iterdir()}
+        for path in (tmp_path / "one").glob("*.distcp"):
+            assert path.read_bytes() == (tmp_path / "many" / path.name).read_bytes()
+
+    def test_objects_and_tensors_come_from_the_good_copies(self, ckpttools: Run, tmp_path: Path) -> None:
+        nodes = spread(SNAPSHOT, tmp_path, 2, lambda _: [0, 1])
+        for node, name in ((0, "__0_0.distcp"), (1, "__1_0.distcp"), (0, "__2_0.distcp"), (1, "__3_0.distcp")):
+            data = bytearray((nodes[node] / name).read_bytes())
+            data[:8] = bytes(8)
+            (nodes[node] / name).write_bytes(data)
+        options = ["--to", "dcp", "--mesh", "fsdp=2"]
+        answer = ckpttools("reshard", *as_options(nodes), tmp_path / "out", *options)
+        assert answer.exit_code == 1
+        assert f"{nodes[0]}/__0_0.distcp" in answer.stderr
+        answer = ckpttools("reshard", *as_options(nodes), tmp_path / "out", *options, "--replicas", "first")
+        assert answer.exit_code == 0, answer.stderr
+        assert ckpttools("diff", SNAPSHOT, tmp_path / "out").exit_code == 0
+
+
 class TestReplicas:
     @pytest.fixture
     def copies(self, tmp_path: Path) -> list[Path]:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpttools.errors import CkpttoolsError
 from ckpttools.findings import Finding
 from ckpttools.layouts import open_snapshot
 from ckpttools.operations.sealing import hash_tensors
@@ -105,6 +106,34 @@ class TestSpread:
             shutil.copyfile(snapshot / path.name, path)
         names = {t.name for t in hash_tensors(str(one), roots=[str(other)]).tensors}
         assert names == {t.name for t in open_snapshot(str(snapshot)).checkpoint if t.family == "model"}
+
+
+DAMAGED = [case for case in readable(damaged=True) if case.checkpoint.is_dir()]
+RUNS = (
+    "deepspeed/zero2_bf16_w2_3tags",
+    "deepspeed/bloom_tp2_pp2",
+    "megatron/tdist_tp2_pp2_two_iters",
+    "megatron/legacy_tp2_pp2_mcore",
+    "torch/torchtitan_real_w2",
+    "torch/hf_trainer_run",
+    "torch/lightning_ckpt",
+)
+
+
+class TestDamage:
+    @pytest.mark.parametrize("copies", [1, 2])
+    @pytest.mark.parametrize("case", DAMAGED, ids=lambda case: case.name)
+    def test_damage_is_the_same_wherever_the_files_lie(self, case, copies, tmp_path):
+        rng = random.Random(case.name)
+        roots = spread(case.checkpoint, tmp_path, 2, lambda _: rng.sample([0, 1], copies))
+        assert self.answer(case.checkpoint) == self.answer(*roots)
+
+    def answer(self, *roots: Path) -> object:
+        try:
+            result = checked(*roots)
+        except CkpttoolsError as e:
+            return type(e)
+        return result.verdict, {f.code for f in result.findings}
 
 
 class TestNodesOfTheirOwn:
@@ -207,6 +236,15 @@ class TestCopies:
 
 
 class TestRuns:
+    @pytest.mark.parametrize("run", RUNS)
+    def test_a_run_spread_over_nodes_stands_for_the_snapshot_that_the_whole_stands_for(self, run, tmp_path):
+        rng = random.Random(run)
+        whole = resolve(str(FIXTURES / run / "ckpt"))
+        roots = spread(FIXTURES / run / "ckpt", tmp_path, 3, lambda _: {rng.randrange(3)})
+        found = resolve(str(roots[0]), [str(r) for r in roots[1:]])
+        assert Path(whole.location).name == Path(found.location).name
+        assert fingerprint(Path(whole.location)) == fingerprint(*map(Path, (found.location, *found.roots)))
+
     @pytest.fixture
     def nodes(self, tmp_path: Path) -> list[Path]:
         return spread(TORCH / "dcp_steps_titan_layout_w2" / "ckpt", tmp_path, 2, lambda p: [0, 1] if "meta" in p else by_rank(p))
