@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from ckpttools.layouts.per_rank.write import arrange_ranks
+from ckpttools.operations.reshard import reshard
 from tests.placement_cases import Written, mesh_of, place, some_placed, write
 
 pytest.importorskip("torch")
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("rank_files.py")
 
 
@@ -24,11 +27,10 @@ def write_truth(written: Written, directory: Path) -> None:
         directory.joinpath(str(i)).write_bytes(value)
 
 
-def run_ranks(written: Written, axes: str) -> None:
-    write_truth(written, written.directory.parent / "truth")
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(PROGRAM), str(written.directory), axes]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+def run_program(program: str, *arguments: str) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=environment)
     assert 0 == done.returncode, done.stderr[-3000:]
 
 
@@ -38,4 +40,20 @@ def run_ranks(written: Written, axes: str) -> None:
 )
 def test_every_rank_loads_its_dtensors(tmp_path, mesh, axes):
     written = write(tmp_path, place(some_placed()), mesh_of(mesh), arrange_ranks)
-    run_ranks(written, axes)
+    write_truth(written, tmp_path / "truth")
+    run_program(str(PROGRAM), str(written.directory), axes)
+
+
+@pytest.mark.parametrize(("mesh", "axes"), [("fsdp=2", "fsdp=2"), ("dp=2,fsdp=2", "ddp=2,fsdp=2")])
+def test_a_run_of_one_process_goes_on_under_fsdp2(tmp_path, mesh, axes):
+    import torch
+
+    from tests.interop import fsdp2_resume as job
+
+    model = job.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    job.train(model, optimizer, 2)
+    truth = tmp_path / "one.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, truth)
+    reshard(str(truth), str(tmp_path / "output"), target="dtensor", mesh=mesh_of(mesh))
+    run_program(job.__file__, str(tmp_path / "output"), axes, str(truth))
