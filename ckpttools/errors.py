@@ -100,6 +100,10 @@ class DestinationError(CkpttoolsError):
     """The destination exists, or cannot be written."""
 
 
+class DestinationExistsError(DestinationError):
+    """Something is at the destination, and nothing was said about replacing it."""
+
+
 class LockedError(CkpttoolsError):
     """Another run is writing to the same destination."""
 

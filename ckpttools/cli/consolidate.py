@@ -189,6 +189,6 @@ def _write_summary(conversion: Conversion) -> None:
     left = f"; {render.count(len(conversion.selection.left), 'tensor')} not taken" if conversion.selection.left else ""
     if conversion.resumed_bytes:
         render.write_data(f"resumed: {render_bytes_short(conversion.resumed_bytes)} were written by an earlier run")
-    render.write_data(f"wrote {conversion.destination}: {counts_text}{left}")
+    render.write_data(f"{'already done' if conversion.was_done else 'wrote'} {conversion.destination}: {counts_text}{left}")
     if seal is not None:
         render.write_data(f"{seal.fingerprint}  fingerprint")

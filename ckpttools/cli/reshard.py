@@ -185,6 +185,6 @@ def _write_summary(resharding: Resharding) -> None:
     mesh = resharding.assignment.mesh
     ranks = render.count(mesh.ranks, "rank")
     text = f"{tensors}, {render_bytes_short(plan.bytes_written)} in {files} for {ranks} ({mesh})"
-    render.write_data(f"wrote {conversion.destination}: {text}")
+    render.write_data(f"{'already done' if conversion.was_done else 'wrote'} {conversion.destination}: {text}")
     if seal is not None:
         render.write_data(f"{seal.fingerprint}  fingerprint")

@@ -17,13 +17,14 @@ from ckpttools.execute.records import Records
 from ckpttools.execute.sink import Sink, Write
 from ckpttools.model import ChecksumSlot, Literal, Slot
 from ckpttools.plan import Plan, PlannedTensor
+from ckpttools.storage.standing import StandingTarget
 from ckpttools.storage.upload import UrlTarget
 
 
 class RemoteWriter:
     """Writes the files of a plan to a target that takes each file in order."""
 
-    def __init__(self, plan: Plan, target: UrlTarget, crew: Crew[Flow], journal: Journal) -> None:
+    def __init__(self, plan: Plan, target: UrlTarget | StandingTarget, crew: Crew[Flow], journal: Journal) -> None:
         self._plan = plan
         self._target = target
         self._crew = crew

@@ -19,6 +19,7 @@ from ckpttools.gather import Watch
 from ckpttools.plan import Plan, PlannedTensor, segment_length
 from ckpttools.storage.local_target import LocalTarget
 from ckpttools.storage.source import Source
+from ckpttools.storage.standing import StandingTarget
 from ckpttools.storage.upload import UrlTarget
 
 Finish = Callable[[Executed], Mapping[str, bytes]]
@@ -28,7 +29,7 @@ Finish = Callable[[Executed], Mapping[str, bytes]]
 def run(
     plan: Plan,
     source: Source,
-    target: LocalTarget | UrlTarget,
+    target: LocalTarget | UrlTarget | StandingTarget,
     *,
     jobs: int = 2,
     memory_bytes: int = 256 << 20,
@@ -87,7 +88,7 @@ def run(
     return executed
 
 
-def _require_fitting(plan: Plan, target: LocalTarget | UrlTarget) -> None:
+def _require_fitting(plan: Plan, target: LocalTarget | UrlTarget | StandingTarget) -> None:
     if target.is_file and len(plan.files) != 1:
         raise ConversionError(
             f"{len(plan.files)} files do not fit into one: {target.location}",
@@ -95,7 +96,7 @@ def _require_fitting(plan: Plan, target: LocalTarget | UrlTarget) -> None:
         )
 
 
-def _resume(plan: Plan, target: LocalTarget | UrlTarget, algorithm: str) -> Records:
+def _resume(plan: Plan, target: LocalTarget | UrlTarget | StandingTarget, algorithm: str) -> Records:
     """What an earlier run has done, with room for the rest."""
     records = resume(plan, target, algorithm)
     if isinstance(target, LocalTarget):
@@ -104,7 +105,9 @@ def _resume(plan: Plan, target: LocalTarget | UrlTarget, algorithm: str) -> Reco
     return records
 
 
-def _writer(plan: Plan, target: LocalTarget | UrlTarget, crew: Crew[Flow], records: Records) -> LocalWriter | RemoteWriter:
+def _writer(
+    plan: Plan, target: LocalTarget | UrlTarget | StandingTarget, crew: Crew[Flow], records: Records
+) -> LocalWriter | RemoteWriter:
     if isinstance(target, LocalTarget):
         return LocalWriter(plan, target, crew, Journal(plan, target, records, target.sync))
     return RemoteWriter(plan, target, crew, Journal(plan, target, records))
@@ -132,7 +135,7 @@ def _phases(plan: Plan) -> Iterator[tuple[Sequence[int], Sequence[PlannedTensor]
     yield sorted(committing), [t for t in plan.tensors.values() if t.name in late]
 
 
-def _add_files(plan: Plan, target: LocalTarget | UrlTarget, files: Mapping[str, bytes]) -> None:
+def _add_files(plan: Plan, target: LocalTarget | UrlTarget | StandingTarget, files: Mapping[str, bytes]) -> None:
     taken = {file.path for file in plan.files}
     for path, data in files.items():
         if path in taken:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from ckpttools.cast import CastCounts
 from ckpttools.containers.copies import with_roots
 from ckpttools.digest import TensorDigest, digest_bytes
-from ckpttools.errors import DestinationError, FindingsError, UsageError
+from ckpttools.errors import DestinationError, DestinationExistsError, FindingsError, UsageError
 from ckpttools.execute import Executed, run
 from ckpttools.execute.run import Finish
 from ckpttools.findings import Finding
@@ -24,8 +24,11 @@ from ckpttools.operations.replicas import REPLICA_HINT
 from ckpttools.operations.select import Selection
 from ckpttools.plan import Plan
 from ckpttools.seal import Seal, SealedFile, SealedPiece, render_seal
+from ckpttools.storage.local_target import LocalTarget
 from ckpttools.storage.source import exists, is_url, open_source
+from ckpttools.storage.standing import OtherwiseError, StandingTarget
 from ckpttools.storage.target import open_target
+from ckpttools.storage.upload import UrlTarget
 
 COMPANIONS = re.compile(
     r"(huggingface/)?((generation_|adapter_|preprocessor_|processor_|tokenizer_|video_preprocessor_)?config\.json|params\.json"
@@ -52,6 +55,8 @@ class Conversion:
     """Source tensors inside of objects that go over byte for byte."""
     resumed_bytes: int = 0
     """Bytes that an earlier, interrupted run had written."""
+    was_done: bool = False
+    """Whether an earlier run had written all of it, so that nothing was written now."""
     replicas: Mapping[str, object] = field(default_factory=dict)
     """How copies that differ were settled (`operations.replicas`); empty when they had to be equal."""
 
@@ -87,20 +92,34 @@ def carry_out(conversion: Conversion, snapshot: Snapshot, manner: Manner) -> Con
     if is_url(conversion.destination):  # there the output becomes visible as it is written, so the source is proved first
         proof.read_first()
     sealed: list[Seal] = []
-    executed = run(
-        conversion.plan,
-        snapshot.source,
-        open_target(conversion.destination, is_file=conversion.is_file),
-        jobs=manner.jobs,
-        memory_bytes=manner.memory_bytes,
-        progress=manner.progress,
-        overwrite=manner.is_overwriting,
-        verify=manner.is_verifying,
-        finish=_finisher(conversion, snapshot, proof, sealed),
-        watch=proof.watch,
-    )
+
+    def write(target: LocalTarget | UrlTarget | StandingTarget, *, is_verifying: bool) -> Executed:
+        return run(
+            conversion.plan,
+            snapshot.source,
+            target,
+            jobs=manner.jobs,
+            memory_bytes=manner.memory_bytes,
+            progress=manner.progress,
+            overwrite=manner.is_overwriting,
+            verify=is_verifying,
+            finish=_finisher(conversion, snapshot, proof, sealed),
+            watch=proof.watch,
+        )
+
+    standing: StandingTarget | None = None
+    try:
+        executed = write(open_target(conversion.destination, is_file=conversion.is_file), is_verifying=manner.is_verifying)
+    except DestinationExistsError as e:  # by a run that was killed when it had finished, or by a script that starts it twice
+        standing = StandingTarget(conversion.destination, is_file=conversion.is_file)
+        try:
+            standing.require_lengths((f.path, f.length_bytes) for f in conversion.plan.files)
+            executed = write(standing, is_verifying=False)
+        except OtherwiseError as other:
+            e.found = f"not what would be written: {other}"
+            raise e from other
     _require_readable(conversion)
-    return _with_results(conversion, executed, sealed[0])
+    return replace(_with_results(conversion, executed, sealed[0]), was_done=standing is not None)
 
 
 def _finisher(conversion: Conversion, snapshot: Snapshot, proof: SourceProof, sealed: list[Seal]) -> Finish:

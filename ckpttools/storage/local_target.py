@@ -16,7 +16,7 @@ import shutil
 import stat
 from collections.abc import Collection, Iterator, Sequence
 
-from ckpttools.errors import DestinationError, LockedError, StorageError
+from ckpttools.errors import DestinationError, DestinationExistsError, LockedError, StorageError
 from ckpttools.storage.source import is_url, local_path, storage_error
 from ckpttools.storage.writing import WRITE_BYTES, Handles, Space, write_error
 
@@ -93,7 +93,7 @@ class LocalTarget:
             )
         is_empty_directory = stat.S_ISDIR(mode) and not os.listdir(self._destination)
         if not self._overwrite and not is_empty_directory:
-            raise DestinationError(
+            raise DestinationExistsError(
                 f"the destination exists: {self.location}",
                 hints=["choose another name, or pass --overwrite to replace it when the new one is complete"],
             )

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ckpttools.errors import DestinationError, StorageError
+from ckpttools.errors import DestinationError, DestinationExistsError, StorageError
 from ckpttools.storage.source import filesystem
 from ckpttools.storage.store_errors import store_error_types
 from ckpttools.storage.writing import write_error
@@ -61,7 +61,7 @@ class UrlTarget:
     def _refusal(self, overwrite: bool) -> DestinationError:
         message = f"the destination exists: {self.location}"
         if not overwrite:
-            return DestinationError(message, hints=["choose another name, or delete it first"])
+            return DestinationExistsError(message, hints=["choose another name, or delete it first"])
         reason = "a store of objects cannot replace several of them in one step, and a half-replaced output must not exist"
         return DestinationError(message, found=reason, hints=["write to a new name, then delete the old output"])
 
