@@ -55,12 +55,11 @@ def _stages(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
 @click.option("--mesh", type=_MeshType(), required=True, metavar="AXES", help="Axes and sizes: fsdp=8, or tp=2,fsdp=4.")
 @click.option(
     "--placements",
-    default="",
     metavar="RULES",
     help="A built-in set (llama, gpt2, ...), a TOML file, or `source` for how SRC was cut.  [default: by the names]",
 )
 @click.option("--pp-layers", callback=_stages, metavar="N,N,...", help="Layers of each pipeline stage.  [default: equal blocks]")
-@click.option("--virtual-stages", type=click.IntRange(1, 1024), default=1, help="Chunks of layers per stage.  [default: 1]")
+@click.option("--virtual-stages", type=click.IntRange(1, 1024), default=1, help="Chunks of layers per stage.")
 @click.option("--model-config", metavar="FILE", help="A config.json or params.json with the numbers of heads.  [default: SRC's]")
 @click.option("--files-per-rank", type=click.IntRange(1, 1024), default=1, show_default=True, help="Data files of each rank.")
 @click.option(
@@ -70,7 +69,7 @@ def _stages(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
     metavar="SIZE",
     help="Divide a rank's safetensors file beyond this size.",
 )
-@click.option("--torch-release", default="", metavar="X.Y", help="The torch that shall load pickled DTensors.  [default: newest]")
+@click.option("--torch-release", metavar="X.Y", help="The torch that shall load pickled DTensors.  [default: newest]")
 @options.choice
 @click.option("--weights-only", is_flag=True, help="The model's tensors alone, without optimizer state and objects.")
 @click.option("--drop", is_flag=True, help="Leave behind what the target cannot hold.")
@@ -88,7 +87,7 @@ def command(
     replicas: str,
     target: str,
     mesh: Mesh,
-    placements: str,
+    placements: str | None,
     pp_layers: tuple[int, ...],
     model_config: str | None,
     weights_only: bool,
@@ -129,7 +128,7 @@ def command(
             target=target,
             mesh=mesh,
             choice=choice,
-            placing=Placing(placements, pp_layers, model_config=model_config),
+            placing=Placing(placements or "", pp_layers, model_config=model_config),
             details=Details(**details),
             is_dropping=drop,
             is_dry_run=dry_run,

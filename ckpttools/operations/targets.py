@@ -22,7 +22,7 @@ class Details:
     files_per_rank: int = 1
     max_part_bytes: int | None = None
     """Of tensors in one safetensors file, where a rank's share may be divided."""
-    torch_release: str = ""
+    torch_release: str | None = None
     """The release that shall load pickled DTensors; the newest known unless given."""
     virtual_stages: int = 1
     """Chunks of layers that each pipeline stage holds, dealt out in turn."""
@@ -129,7 +129,7 @@ def _torch(request: Request, *, has_dtensors: bool) -> Arrangement:
         sequences=request.sequences,
         aliases=request.aliases,
         has_dtensors=has_dtensors,
-        torch_release=request.details.torch_release,
+        torch_release=request.details.torch_release or "",
     )
 
 
@@ -139,7 +139,7 @@ def _torch_refusals(request: Request, *, has_dtensors: bool) -> dict[str, str]:
         request.mesh,
         objects=request.objects,
         has_dtensors=has_dtensors,
-        torch_release=request.details.torch_release,
+        torch_release=request.details.torch_release or "",
     )
 
 
