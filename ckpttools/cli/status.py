@@ -112,7 +112,7 @@ def _report(s: Status) -> Iterator[str]:
     yield s.path
     if s.newest is not None:
         files = f"{_size(s.length_bytes)}, {s.inodes} inodes"
-        yield f"  newest:     {render_name(s.newest.path)}, step {s.newest.step}, committed {_span(s.age_s)} ago, {files}"
+        yield f"  newest:     {render_name(s.newest.path)}, step {s.newest.step}, committed {_span(s.newest_age_s)} ago, {files}"
     risk = "unknown" if s.steps_at_risk is None else f"about {s.steps_at_risk}"
     yield f"  at risk:    {_span(s.age_s)}, {risk} steps"
     learned = "learned from its history" if s.is_cadence_learned else "as told"

@@ -55,6 +55,7 @@ class Status:
     path: str
     newest: Snapshot | None
     age_s: float | None
+    """Since the last commit, whichever step it was of: a run may have gone back."""
     length_bytes: int | None
     inodes: int | None
     steps_at_risk: int | None
@@ -72,6 +73,15 @@ class Status:
     unfinished: tuple[Snapshot, ...]
     findings: tuple[Finding, ...]
     alerts: tuple[Alert, ...] = ()
+    last_s: float | None = None
+    """When the last commit was, seconds since the epoch."""
+
+    @property
+    def newest_age_s(self) -> float | None:
+        """Since the newest by step was committed."""
+        if self.newest is None or self.newest.time_s is None or self.last_s is None or self.age_s is None:
+            return None
+        return self.age_s + self.last_s - self.newest.time_s
 
     @property
     def save_share(self) -> float | None:
@@ -114,6 +124,7 @@ def summarize(run: Run, measures: Sequence[Measure], room: Room, limits: Limits,
         days_until_full=fits * cadence_s / _DAY_S if fits is not None and cadence_s else None,
         unfinished=tuple(s for s in run.snapshots if s.state in (UNFINISHED, DAMAGED)),
         findings=tuple(run.findings()),
+        last_s=last,
     )
     return _with_alerts(status, limits)
 

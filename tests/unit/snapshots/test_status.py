@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from ckpttools.snapshots.runs import read_run
 from ckpttools.snapshots.status import Limits, Status, read_status, render_prometheus
 from tests.conftest import Answer
 from tests.fixture_cases import FIXTURES
-from tests.run_trees import DCP, NOW, make
+from tests.run_trees import DCP, NOW, make, make_tiny
 from tests.test_docs import mismatches, schema_fields
 
 Run = Callable[..., Answer]
@@ -160,3 +161,13 @@ def test_what_is_no_run_directory_is_one_clear_message(ckpttools: Run, tmp_path,
     make(tmp_path, ["file"])
     answer = ckpttools("status", tmp_path / name)
     assert (4, "") == (answer.exit_code, answer.stdout)
+
+
+def test_the_newest_has_its_own_age_when_the_run_went_back(ckpttools, tmp_path):
+    now = time.time()
+    for step, age_s in ((6, 50 * 3600), (3, 3600)):
+        for path in (make_tiny(tmp_path / f"step-{step}", step=step), *(tmp_path / f"step-{step}").rglob("*")):
+            os.utime(path, (now - age_s, now - age_s))
+    said = ckpttools("status", tmp_path).stdout
+    assert "step-6, step 6, committed 2d 2h" in said
+    assert "at risk:    1h" in said
