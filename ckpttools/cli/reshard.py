@@ -46,6 +46,14 @@ def _stages(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
     return counts
 
 
+def _axis_names(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]) -> dict[str, str] | None:
+    names = dict(text.partition("=")[::2] for text in value)
+    for axis, name in names.items():
+        if not (axis and name):
+            raise click.BadParameter(f"`{axis}` has no name: write it like fsdp=dp_shard")
+    return names or None
+
+
 @click.command("reshard", epilog=_EPILOG)
 @click.argument("src", metavar="SRC")
 @click.argument("dst", metavar="DST")
@@ -70,6 +78,17 @@ def _stages(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
     help="Divide a rank's safetensors file beyond this size.",
 )
 @click.option("--torch-release", metavar="X.Y", help="The torch that shall load pickled DTensors.  [default: newest]")
+@click.option(
+    "--device-type", default="cpu", show_default=True, metavar="TYPE", help="Of the meshes of pickled DTensors: cuda, ..."
+)
+@click.option(
+    "--axis-name",
+    "axis_names",
+    callback=_axis_names,
+    multiple=True,
+    metavar="AXIS=NAME",
+    help="What the job calls an axis in the meshes of pickled DTensors.  [default: verl's names, dp=ddp]",
+)
 @options.choice
 @click.option("--weights-only", is_flag=True, help="The model's tensors alone, without optimizer state and objects.")
 @click.option("--drop", is_flag=True, help="Leave behind what the target cannot hold.")

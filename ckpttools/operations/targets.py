@@ -24,6 +24,10 @@ class Details:
     """Of tensors in one safetensors file, where a rank's share may be divided."""
     torch_release: str | None = None
     """The release that shall load pickled DTensors; the newest known unless given."""
+    device_type: str = "cpu"
+    """Of the meshes of pickled DTensors, which must be equal to those of the job that loads them."""
+    axis_names: Mapping[str, str] | None = None
+    """Mesh axis -> what that job calls it; verl's names unless given."""
     virtual_stages: int = 1
     """Chunks of layers that each pipeline stage holds, dealt out in turn."""
 
@@ -130,6 +134,8 @@ def _torch(request: Request, *, has_dtensors: bool) -> Arrangement:
         aliases=request.aliases,
         has_dtensors=has_dtensors,
         torch_release=request.details.torch_release or "",
+        device_type=request.details.device_type,
+        axis_names=request.details.axis_names,
     )
 
 

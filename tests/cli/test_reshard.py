@@ -198,3 +198,11 @@ class TestSeveralRoots:
         assert not (tmp_path / "out").exists()
         assert ckpttools(*arguments, "--replicas", "first").exit_code == 0
         assert ckpttools("hash", tmp_path / "out").stdout == ckpttools("hash", source).stdout
+
+
+def test_names_of_mesh_axes_are_those_of_the_job(ckpttools: Run, tmp_path: Path) -> None:
+    arguments = ["--to", "dtensor", "--mesh", "fsdp=2", "--axis-name", "fsdp=dp_shard", "--device-type", "cuda"]
+    assert ckpttools("reshard", SOURCE, tmp_path / "out", *arguments).exit_code == 0
+    assert ckpttools("inspect", tmp_path / "out", "--json").document["mesh"] == {"dp_shard": 2}
+    answer = ckpttools("reshard", SOURCE, tmp_path / "other", *arguments[:4], "--axis-name", "fsdp")
+    assert (answer.exit_code, "write it like fsdp=dp_shard" in answer.stderr) == (2, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,15 @@ def test_meshes_placements_and_groups_are_those_of_torch(tmp_path, mesh, sizes, 
                     assert own._dim_group_names == found._dim_group_names
                     assert tensor._spec.shard_order == type(tensor._spec)(own, tensor.placements).shard_order
                     assert written.local_bytes(name, rank) == tensor.to_local().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def test_meshes_are_for_the_devices_and_have_the_names_of_the_job(tmp_path):
+    arrange = partial(arrange_ranks, device_type="cuda", axis_names={"fsdp": "dp_shard"})
+    written = write(tmp_path, place(some_placed()), mesh_of("fsdp=2"), arrange)
+    tensor = loaded(written.directory / "model_world_size_2_rank_1.pt")["layers.0.weight"]
+    assert isinstance(tensor, DTensor)
+    assert ("cuda", ("dp_shard",)) == (tensor.device_mesh.device_type, tensor.device_mesh.mesh_dim_names)
+    assert ("cuda", "cpu") == (tensor.device.type, tensor.to_local().device.type)
 
 
 def test_a_mesh_that_torch_sliced_from_a_larger_one_has_the_rank_s_own_slice(tmp_path):
