@@ -28,7 +28,7 @@ PACKAGE = ROOT / "ckpttools"
 
 BLOCKS: tuple[tuple[str, ...], ...] = (
     ("errors", "dtypes", "units", "findings", "model", "geometry", "toml"),
-    ("placement",),
+    ("placement", "names"),
     ("storage",),
     ("pickles",),
     ("containers",),

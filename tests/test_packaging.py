@@ -113,6 +113,15 @@ class TestFiles:
         assert listed == {f"{name}.toml" for name in BUILT_IN + OTHERS}
         assert '"placement/builtin/*.toml"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
+    def test_maps_of_names_are_packaged(self):
+        from importlib.resources import files
+
+        from ckpttools.names.maps import BUILT_IN
+
+        listed = {entry.name for entry in files("ckpttools.names").joinpath("builtin").iterdir()}
+        assert listed == {f"{name}.toml" for name in BUILT_IN}
+        assert '"names/builtin/*.toml"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
     def test_ci_script_can_be_run(self):
         assert CI.stat().st_mode & 0o111
 

@@ -66,6 +66,8 @@ def _require_one_size(dst: str, format_: str | None, *, is_single_file: bool) ->
     help="Of weights that training kept twice: in its own dtype, or the fp32 masters of the optimizer.",
 )
 @options.choice
+@options.names
+@click.option("--model-config", metavar="FILE", help="A config.json or params.json with the numbers of heads.  [default: SRC's]")
 @click.option(
     "--weights-only/--everything",
     default=None,
@@ -89,12 +91,6 @@ def command(
     single_file: bool,
     dtype: DType | None,
     weights: str,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    rename: tuple[str, ...],
-    strip_prefix: tuple[str, ...],
-    weights_only: bool | None,
-    expand_tied: bool,
     allow_findings: tuple[str, ...],
     dry_run: bool,
     overwrite: bool,
@@ -104,6 +100,7 @@ def command(
     memory: int,
     quiet: bool,
     verbose: bool,
+    **said: Any,
 ) -> ExitCode:
     """Turn a checkpoint of any layout into portable files: safetensors (shards with an index) or one torch file.
 
@@ -113,10 +110,12 @@ def command(
     SRC may be a glob, and --root names further places, when the files of the snapshot lie on the disks of several nodes.
     """
     from ckpttools.operations.convert import consolidate
+    from ckpttools.operations.naming import Naming
     from ckpttools.operations.select import Choice, Renaming
 
     _require_one_size(dst, format_, is_single_file=single_file)
-    choice = Choice(include, exclude, weights_only, Renaming.parse(strip_prefix, rename), expand_tied, weights)
+    renaming = Renaming.parse(said["strip_prefix"], said["rename"])
+    choice = Choice(said["include"], said["exclude"], said["weights_only"], renaming, said["expand_tied"], weights)
     location, further = take_roots(src, roots)
     with render.late_progress("writing", is_quiet=quiet, is_verbose=verbose) as (report, set_total):
         conversion = consolidate(
@@ -125,6 +124,7 @@ def command(
             roots=further,
             replicas=replicas,
             choice=choice,
+            naming=Naming(said["names"], said["model_config"], said["settings"]),
             format=format_,
             max_shard_bytes=None if single_file else max_shard_size,
             dtype=dtype,
@@ -182,6 +182,8 @@ def _write_summary(conversion: Conversion) -> None:
             render.write_data(f"warning: cast of {name}: {', '.join(lost)}")
     for alias, kept in conversion.selection.aliases.items():
         render.write_data(f"tied: {alias} is {kept}, written once")
+    for note in conversion.notes:
+        render.write_data(note)
     _write_replicas(conversion)
     plan, seal = conversion.plan, conversion.seal
     tensors, files = render.count(len(plan.tensors), "tensor"), render.count(len(plan.files), "file")

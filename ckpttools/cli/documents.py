@@ -147,6 +147,7 @@ def conversion(result: Conversion) -> dict[str, Any]:
     document |= result.plan.describe()
     document |= {"roots": list(result.plan.roots)} if result.plan.roots else {}
     document |= {"replicas": dict(result.replicas)} if result.replicas else {}
+    document |= {"notes": list(result.notes)} if result.notes else {}
     for cast in document["casts"]:
         counts = result.casts.get(cast["tensor"])
         cast["lost"] = {f.name: getattr(counts, f.name) for f in fields(counts)} if counts is not None else None

@@ -59,6 +59,14 @@ def _codes(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
     return values
 
 
+def _settings(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    pairs = [value.partition("=") for value in values]
+    for name, equals, text in pairs:
+        if not (name.isidentifier() and equals and text):
+            raise click.BadParameter(f"write it like norm_epsilon=1e-5, not `{name}{equals}{text}`")
+    return tuple((name, text) for name, _, text in pairs)
+
+
 def _together(*decorators: Decorator) -> Decorator:
     """Several options as one decorator, in the order in which help lists them."""
 
@@ -113,6 +121,22 @@ choice = _together(
     click.option("--exclude", multiple=True, metavar="GLOB", help="Leave the tensors that match."),
     click.option("--rename", multiple=True, metavar="REGEX=REPLACEMENT", help="Change names, in the order given."),
     click.option("--strip-prefix", multiple=True, metavar="PREFIX", help="Take a prefix off names, before --rename."),
+)
+names = _together(
+    click.option(
+        "--names",
+        multiple=True,
+        metavar="NAMES",
+        help="Give the model's tensors the names (and cuts) of hf, megatron, meta or fms; a *.toml file adds a map.",
+    ),
+    click.option(
+        "--setting",
+        "settings",
+        multiple=True,
+        metavar="NAME=VALUE",
+        callback=_settings,
+        help="With --names: a setting of the model that SRC does not state, like norm_epsilon=1e-5.",
+    ),
 )
 allow_findings = click.option(
     "--allow-findings", multiple=True, metavar="CODE", callback=_codes, help="Go on in spite of errors with this code in SRC."

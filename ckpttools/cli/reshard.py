@@ -90,6 +90,7 @@ def _axis_names(_ctx: click.Context, _param: click.Parameter, value: tuple[str, 
     help="What the job calls an axis in the meshes of pickled DTensors.  [default: verl's names, dp=ddp]",
 )
 @options.choice
+@options.names
 @click.option("--weights-only", is_flag=True, help="The model's tensors alone, without optimizer state and objects.")
 @click.option("--drop", is_flag=True, help="Leave behind what the target cannot hold.")
 @options.allow_findings
@@ -109,8 +110,6 @@ def command(
     placements: str | None,
     pp_layers: tuple[int, ...],
     model_config: str | None,
-    weights_only: bool,
-    drop: bool,
     allow_findings: tuple[str, ...],
     dry_run: bool,
     overwrite: bool,
@@ -130,13 +129,14 @@ def command(
     objects come along. An interrupted run goes on where it stopped when called again.
     """
     from ckpttools.operations.conversion import Manner
+    from ckpttools.operations.naming import Naming
     from ckpttools.operations.place import Placing
     from ckpttools.operations.reshard import reshard
     from ckpttools.operations.select import Choice, Renaming
     from ckpttools.operations.targets import Details
 
     renaming = Renaming.parse(details.pop("strip_prefix"), details.pop("rename"))
-    choice = Choice(details.pop("include"), details.pop("exclude"), weights_only or None, renaming)
+    choice = Choice(details.pop("include"), details.pop("exclude"), details.pop("weights_only") or None, renaming)
     location, further = take_roots(src, roots)
     with render.late_progress("writing", is_quiet=quiet, is_verbose=verbose) as (report, set_total):
         resharding = reshard(
@@ -147,9 +147,10 @@ def command(
             target=target,
             mesh=mesh,
             choice=choice,
+            naming=Naming(details.pop("names"), model_config, details.pop("settings")),
             placing=Placing(placements or "", pp_layers, model_config=model_config),
+            is_dropping=details.pop("drop"),
             details=Details(**details),
-            is_dropping=drop,
             is_dry_run=dry_run,
             manner=Manner(allow_findings, overwrite, not no_verify, jobs, memory, report),
             on_plan=lambda plan: set_total(plan.bytes_written),

@@ -53,6 +53,8 @@ class Conversion:
     """None for a dry run."""
     carried: tuple[TensorEntry, ...] = ()
     """Source tensors inside of objects that go over byte for byte."""
+    notes: tuple[str, ...] = ()
+    """What people should hear of names that were converted."""
     resumed_bytes: int = 0
     """Bytes that an earlier, interrupted run had written."""
     was_done: bool = False

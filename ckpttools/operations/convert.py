@@ -16,6 +16,7 @@ from ckpttools.errors import UsageError
 from ckpttools.layouts import Snapshot, open_snapshot, safetensors, torch
 from ckpttools.model import Arrangement, Path, TensorSpec
 from ckpttools.operations.conversion import Conversion, Manner, carry_out, companions, require_replaceable, require_whole
+from ckpttools.operations.naming import Named, Naming, name_tensors
 from ckpttools.operations.nesting import sequences_of
 from ckpttools.operations.replicas import COMPARE, allowed, settle
 from ckpttools.operations.select import Choice, Selection, select
@@ -34,6 +35,7 @@ def consolidate(
     roots: Sequence[str] = (),
     replicas: str = COMPARE,
     choice: Choice | None = None,
+    naming: Naming | None = None,
     format: str | None = None,
     max_shard_bytes: int | None = DEFAULT_SHARD_BYTES,
     dtype: DType | None = None,
@@ -52,6 +54,7 @@ def consolidate(
         roots: further places that hold files of the same snapshot.
         replicas: what to do where copies of a box differ, one of `replicas.RULES`.
         destination: a directory, or a file when its suffix says so (`.safetensors`, `.pt`, ...).
+        naming: the names of another program that the tensors get.
         choice: which tensors, under which names; the model's for safetensors and everything for torch unless given.
         max_shard_bytes: start another safetensors file beyond it; None for one file whatever its size.
         allowed_findings: codes of errors in the source to go on in spite of.
@@ -68,8 +71,9 @@ def consolidate(
     rule = COMPARE if is_dry_run else replicas  # a dry run reads no values
     settled = settle(snapshot, selection.tensors, rule, jobs=jobs, memory_bytes=memory_bytes)
     selection = replace(selection, tensors=settled.tensors)
-    conversion = _plan(snapshot, selection, destination, format, None if is_file else max_shard_bytes, dtype, is_file)
-    conversion = replace(conversion, replicas=settled.record)
+    named = name_tensors(selection, snapshot, naming) if naming is not None and naming.names else Named(selection, ())
+    conversion = _plan(snapshot, named, destination, format, None if is_file else max_shard_bytes, dtype, is_file)
+    conversion = replace(conversion, replicas=settled.record, notes=named.notes)
     if on_plan is not None:
         on_plan(conversion.plan)
     if is_dry_run:
@@ -80,7 +84,7 @@ def consolidate(
 
 def _plan(
     snapshot: Snapshot,
-    selection: Selection,
+    named: Named,
     destination: str,
     format: str,
     max_shard_bytes: int | None,
@@ -88,7 +92,7 @@ def _plan(
     is_file: bool,
 ) -> Conversion:
     """What will be written, to the byte."""
-    wide = parse_dtype("float32")
+    selection, wide = named.selection, parse_dtype("float32")
     specs = [
         _output_spec(name, entry.spec, dtype or (wide if name in selection.widened else None))
         for name, entry in selection.tensors.items()
@@ -98,6 +102,8 @@ def _plan(
         arrangement = _arrange_torch(snapshot, selection, specs, file_name or "model.pt")
     else:
         arrangement = _arrange_safetensors(selection, specs, max_shard_bytes, file_name)
+    if not is_file:
+        arrangement = replace(arrangement, files=(*named.files, *arrangement.files))
     plan = plans.make(
         snapshot.checkpoint,
         arrangement,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,18 +9,15 @@ from ckpttools.errors import UsageError
 from ckpttools.layouts import Snapshot
 from ckpttools.layouts.families import MODEL
 from ckpttools.model import Mesh
+from ckpttools.operations.model_settings import read_settings, read_text
 from ckpttools.operations.select import Selection
-from ckpttools.pickles.views import attributes
 from ckpttools.placement import assign
 from ckpttools.placement.assign import Assignment, require_fit
 from ckpttools.placement.counts import Counts, counts_of
 from ckpttools.placement.infer import infer
 from ckpttools.placement.rule_files import BUILT_IN, OTHERS, built_in, choose, parse_rules
 from ckpttools.placement.rules import RuleSet
-from ckpttools.storage.source import exists, open_source, read
-
-_CONFIGS = ("config.json", "params.json", "huggingface/config.json")
-_MAX_TEXT_BYTES = 16 << 20
+from ckpttools.storage.source import exists
 
 
 @dataclass(frozen=True)
@@ -84,47 +80,15 @@ def _rules(
     if not exists(wanted):
         known = ", ".join(("source", *BUILT_IN, *OTHERS))
         raise UsageError(f"no rules: `{wanted}` is no file and no built-in set", expected=f"a TOML file, or one of {known}")
-    return parse_rules(_text(wanted), wanted)
+    return parse_rules(read_text(wanted), wanted)
 
 
 def _counts(snapshot: Snapshot, wanted: str | None) -> Counts:
-    """What the model's config says: the one that is named, else the one that lies beside the source."""
-    if wanted is not None:
-        return counts_of(_config(_text(wanted), wanted), wanted)
-    for path in _CONFIGS:
-        if path in snapshot.listing and snapshot.listing.length_bytes(path) <= _MAX_TEXT_BYTES:
-            data = read(snapshot.source, path, 0, snapshot.listing.length_bytes(path))
-            try:
-                return counts_of(_config(data.decode("utf-8", "replace"), path), path)
-            except UsageError:  # nobody named it: it may be another model's, and what lacks a count is told when it is needed
-                return Counts()
-    return _arguments(snapshot)
-
-
-def _arguments(snapshot: Snapshot) -> Counts:
-    """What the arguments of the training run say, which Megatron keeps in its checkpoints."""
-    for entry in snapshot.checkpoint.objects:
-        if entry.path[-1:] == ("args",):
-            try:
-                return counts_of(attributes(entry.record) or {}, entry.name)
-            except UsageError:
-                return Counts()
-    return Counts()
-
-
-def _config(text: str, where: str) -> Mapping[str, object]:
+    """What the model's settings say; a count that is missing is told when it is needed."""
+    settings = read_settings(snapshot, wanted)
     try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as e:
-        raise UsageError(f"not a model's config: {where}", expected="a JSON document", found=str(e)) from e
-    if not isinstance(config, dict):
-        raise UsageError(f"not a model's config: {where}", expected="a JSON object", found=type(config).__name__)
-    return config
-
-
-def _text(location: str) -> str:
-    source, file = open_source(location)
-    length = source.listing().length_bytes(file) if file else 0
-    if not file or length > _MAX_TEXT_BYTES:
-        raise UsageError(f"not a text file: {location}", found=f"{length} bytes" if file else "a directory")
-    return read(source, file, 0, length).decode("utf-8", "replace")
+        return counts_of(settings.values, settings.where)
+    except UsageError:
+        if settings.is_named:
+            raise
+        return Counts()  # nobody named it: it may be another model's

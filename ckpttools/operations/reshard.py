@@ -16,6 +16,7 @@ from ckpttools.model import Arrangement, FileEntry, Mesh
 from ckpttools.operations.conversion import Conversion, Manner, carry_out, companions, require_replaceable
 from ckpttools.operations.draws import Draw, draws
 from ckpttools.operations.holding import Taken, take, unheld_error, without
+from ckpttools.operations.naming import Naming, name_tensors
 from ckpttools.operations.nesting import sequences_of
 from ckpttools.operations.place import Placing, place
 from ckpttools.operations.replicas import COMPARE, allowed, settle
@@ -50,6 +51,7 @@ def reshard(
     replicas: str = COMPARE,
     choice: Choice | None = None,
     placing: Placing | None = None,
+    naming: Naming | None = None,
     details: Details | None = None,
     is_dropping: bool = False,
     is_dry_run: bool = False,
@@ -64,6 +66,7 @@ def reshard(
         replicas: what to do where copies of a box differ, one of `replicas.RULES`.
         choice: which tensors, under which names; everything that the target can hold unless given.
         details: what the target can be told beside the mesh.
+        naming: the names of another program that the model's tensors get.
         placing: how tensors are placed on the mesh; by the rules that the names suggest unless given.
         is_dropping: leave behind what the target cannot hold, instead of refusing.
 
@@ -76,6 +79,7 @@ def reshard(
     snapshot = open_snapshot(location, roots=roots)
     manner = replace(manner, allowed_findings=allowed(replicas, manner.allowed_findings))
     taken = take(snapshot, into, choice, manner.allowed_findings)
+    taken, notes = _named(taken, naming, into)
 
     def ask(taken: Taken) -> tuple[Assignment, Request]:
         placed = replace(placing or Placing(), virtual_stages=details.virtual_stages)
@@ -85,12 +89,20 @@ def reshard(
     taken, assignment, request = _held(taken, into, ask, is_dropping=is_dropping, is_weights_only=bool(choice.is_weights_only))
     taken, record = _settled(taken, COMPARE if is_dry_run else replicas, manner)  # a dry run reads no values
     conversion = _conversion(snapshot, taken, into.arrange(request), destination)
-    conversion = replace(conversion, replicas=record)
+    conversion = replace(conversion, replicas=record, notes=notes)
     if on_plan is not None:
         on_plan(conversion.plan)
     if not is_dry_run:
         conversion = carry_out(conversion, taken.snapshot, manner)
     return Resharding(conversion, into.name, assignment, tuple(taken.unheld))
+
+
+def _named(taken: Taken, naming: Naming | None, target: Target) -> tuple[Taken, tuple[str, ...]]:
+    """What was taken, under the names that are asked for, and what is to be said about them."""
+    if naming is None or not naming.names:
+        return taken, ()
+    named = name_tensors(taken.selection, taken.snapshot, replace(naming, is_stacked=target.stacks_layers))
+    return replace(taken, selection=named.selection), named.notes
 
 
 def _held(

@@ -67,6 +67,8 @@ class Target:
     tell."""
     shares_storage: bool = False
     """Whether tied tensors stay one stored tensor under several names; otherwise each name is written."""
+    stacks_layers: bool = False
+    """Whether its names have layers and experts in stacks."""
     holds_whole_items: bool = False
     """Whether an object that is a torch file of its own in the source goes over byte for byte."""
     has_virtual_stages: bool = False
@@ -206,6 +208,7 @@ TARGETS = (
         _megatron_dist,
         lambda request: dcp.refusals(request.objects),
         holds_whole_items=True,
+        stacks_layers=True,
     ),
     Target(
         "megatron-legacy",

@@ -1,0 +1,90 @@
+"""Boxes of one tensor that become boxes of another: what every conversion of names comes down to. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckpttools.errors import ConversionError
+from ckpttools.geometry import intersect, is_row_major, row_major_strides, span_elements
+from ckpttools.model import Box, Extent, Piece, TensorEntry, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A box of a source tensor and where it goes."""
+
+    source: str
+    """Name of the source tensor."""
+    box: Box
+    """Of the source tensor."""
+    offsets: tuple[int, ...]
+    """Where the box begins in the target."""
+    axes: tuple[int | None, ...]
+    """Per dimension of the target the dimension of the source that it is; None for one that the source has not, of size 1.
+    Dimensions of the source that are not named have size 1 in the box."""
+
+    @property
+    def target(self) -> Box:
+        """The box that it fills in the target."""
+        return Box(self.offsets, tuple(1 if axis is None else self.box.sizes[axis] for axis in self.axes))
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A target tensor, made of moves that tile it."""
+
+    name: str
+    shape: tuple[int, ...]
+    moves: tuple[Move, ...]
+
+
+def assemble(made: Made, sources: Mapping[str, TensorEntry]) -> TensorEntry:
+    """The target tensor, its pieces being those of its sources in other places.
+
+    Raises: ConversionError: when its sources have different dtypes, or elements of less than a byte that would be cut.
+    """
+    entries = [sources[name] for name in dict.fromkeys(move.source for move in made.moves)]
+    dtypes = {entry.spec.dtype for entry in entries}
+    if len(dtypes) != 1:
+        listed = ", ".join(f"{entry.name} is {entry.spec.dtype}" for entry in entries[:4])
+        raise ConversionError(f"tensors of different dtypes cannot become one: {made.name}", found=listed)
+    (dtype,) = dtypes
+    spec = TensorSpec(made.name, dtype, made.shape)
+    whole = len(made.moves) == 1 and entries[0].spec.shape == made.shape and made.moves[0].axes == tuple(range(len(made.shape)))
+    if whole:
+        return replace(entries[0], spec=spec, path=(made.name,))
+    if dtype.is_sub_byte:
+        raise ConversionError(f"a {dtype} tensor cannot be cut: {entries[0].name}")
+    pieces = [p for move in made.moves for p in _moved(sources[move.source].pieces, move, dtype.item_bytes)]
+    replicas = [p for move in made.moves for p in _moved(sources[move.source].replicas, move, dtype.item_bytes)]
+    declared = all(entry.shape_is_declared for entry in entries)
+    return TensorEntry(spec, (made.name,), tuple(pieces), tuple(replicas), declared, entries[0].family)
+
+
+def _moved(pieces: Sequence[Piece], move: Move, item_bytes: int) -> list[Piece]:
+    """The parts of some pieces that a move takes, in their new places."""
+    found = []
+    for piece in pieces:
+        shared = intersect(piece.box, move.box)
+        if shared is None or (shared.volume == 0 and move.box.volume):
+            continue
+        offsets = tuple(
+            start if axis is None else start + shared.offsets[axis] - move.box.offsets[axis]
+            for start, axis in zip(move.offsets, move.axes, strict=True)
+        )
+        sizes = tuple(1 if axis is None else shared.sizes[axis] for axis in move.axes)
+        extent = _extent(piece, shared, move.axes, sizes, item_bytes)
+        found.append(Piece(Box(offsets, sizes), extent, piece.rank))
+    return found
+
+
+def _extent(piece: Piece, shared: Box, axes: tuple[int | None, ...], sizes: tuple[int, ...], item_bytes: int) -> Extent:
+    """Where a part of a piece lies, with its dimensions in another order."""
+    extent = piece.extent
+    strides = extent.strides or row_major_strides(piece.box.sizes)
+    start = sum((o - p) * s for o, p, s in zip(shared.offsets, piece.box.offsets, strides, strict=True))
+    turned = tuple(1 if axis is None else strides[axis] for axis in axes)
+    length = span_elements(sizes, turned) * item_bytes
+    dense = is_row_major(sizes, turned)
+    return replace(extent, offset=extent.offset + start * item_bytes, length=length, strides=None if dense else turned)
