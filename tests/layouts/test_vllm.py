@@ -11,7 +11,7 @@ from safetensors import safe_open
 from ckpttools.dtypes import BY_NAME
 from ckpttools.errors import ConversionError
 from ckpttools.layouts import open_snapshot
-from ckpttools.layouts.vllm import arrange_ranks
+from ckpttools.layouts.vllm import arrange_ranks, refusals
 from ckpttools.model import ObjectEntry
 from ckpttools.operations.validate import validate
 from ckpttools.placement.local import Cut
@@ -166,3 +166,21 @@ class TestWrittenByVllm:
         (tmp_path / "model-rank-1-part-0.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
         (tmp_path / "model-rank-900000000-part-900000000.safetensors").write_bytes(b"x" * 7)
         assert "damaged" == validate(str(tmp_path)).verdict
+
+
+def test_values_that_vllm_has_in_another_order_are_refused():
+    placed = place(
+        {
+            "h.0.self_attention.query_key_value.weight": (FP32, (12, 4), (ROWS,)),
+            "layers.0.attention.query_key_value.bias": (FP32, (12,), (ROWS,)),
+            "h.0.attn.c_attn.weight": (FP32, (4, 12), (Cut("tp", 1, (4, 4, 4)),)),
+            "in_vllms_order.attention.query_key_value.weight": (FP32, (12, 4), (Cut("tp", 0, (4, 4, 4)),)),
+            "linear.attn.c_attn.weight": (FP32, (12, 4), (Cut("tp", 0, (4, 4, 4)),)),
+        }
+    )
+    found = refusals(placed, mesh_of("tp=2"))
+    assert [(name, why.partition(",")[0]) for name, why in found.items()] == [
+        ("h.0.self_attention.query_key_value.weight", "rows of query"),
+        ("layers.0.attention.query_key_value.bias", "rows of query"),
+        ("h.0.attn.c_attn.weight", "columns are outputs"),
+    ]
