@@ -1,7 +1,7 @@
 """ckpttools: inspect, validate, hash and convert model checkpoints, offline and without the training stack.
 
 The public API, loaded when used: `open` gives the `Checkpoint` that a location means, and there is one function per
-command. Everything else may change.
+command that reads or converts a checkpoint. Everything else may change. `docs/reference/python.md` has an example of each.
 
     import ckpttools
 
@@ -22,11 +22,16 @@ if TYPE_CHECKING:
     from ckpttools.errors import CkpttoolsError, FindingsError
     from ckpttools.findings import Finding
     from ckpttools.layouts import open_checkpoint as open
-    from ckpttools.model import Checkpoint, TensorEntry
+    from ckpttools.model import Checkpoint, Mesh, TensorEntry
+    from ckpttools.operations.conversion import Manner
     from ckpttools.operations.convert import consolidate
     from ckpttools.operations.diff import diff
+    from ckpttools.operations.measure import Tolerance
+    from ckpttools.operations.place import Placing
     from ckpttools.operations.reshard import reshard
     from ckpttools.operations.sealing import hash_tensors, seal
+    from ckpttools.operations.select import Choice, Renaming
+    from ckpttools.operations.targets import Details
     from ckpttools.operations.validate import validate
 
 _HOMES = {
@@ -39,6 +44,13 @@ _HOMES = {
     "reshard": "ckpttools.operations.reshard",
     "Checkpoint": "ckpttools.model",
     "TensorEntry": "ckpttools.model",
+    "Mesh": "ckpttools.model",
+    "Choice": "ckpttools.operations.select",
+    "Renaming": "ckpttools.operations.select",
+    "Tolerance": "ckpttools.operations.measure",
+    "Placing": "ckpttools.operations.place",
+    "Details": "ckpttools.operations.targets",
+    "Manner": "ckpttools.operations.conversion",
     "Finding": "ckpttools.findings",
     "CkpttoolsError": "ckpttools.errors",
     "FindingsError": "ckpttools.errors",
@@ -46,10 +58,17 @@ _HOMES = {
 
 __all__ = [
     "Checkpoint",
+    "Choice",
     "CkpttoolsError",
+    "Details",
     "Finding",
     "FindingsError",
+    "Manner",
+    "Mesh",
+    "Placing",
+    "Renaming",
     "TensorEntry",
+    "Tolerance",
     "consolidate",
     "diff",
     "hash_tensors",

@@ -6,9 +6,13 @@ Pages that can be made from the code are; the transcripts of the others run. JSO
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
 import json
+import pkgutil
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +23,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+import ckpttools as ckpttools_package
 from ckpttools.cli import COMMANDS, main
 from ckpttools.errors import EXIT_CODE_MEANINGS, ExitCode
 from ckpttools.findings import TABLE
@@ -201,6 +206,40 @@ def test_the_tutorial_uses_every_command() -> None:
 )
 def test_dots_stand_for_what_is_left_out(shown: list[str], found: list[str], expected: bool) -> None:
     assert transcripts.is_as_shown(shown, found) == expected
+
+
+# Python
+
+
+def test_every_public_name_is_in_the_python_page() -> None:
+    text = read("reference/python.md")
+    assert [] == [name for name in ckpttools_package.__all__ if f"`{name}" not in text and f"\n## {name}\n" not in text]
+
+
+@pytest.mark.parametrize("name", [n for n in ckpttools_package.__all__ if not n.endswith("Error")])
+def test_every_argument_is_in_the_python_page(name: str) -> None:
+    text = read("reference/python.md")
+    part, shared = section(text, name), text.partition("\n## ")[0]
+    if part:
+        named = inspect.signature(getattr(ckpttools_package, name)).parameters
+        assert [] == [p for p in named if f"`{p}`" not in part + shared and not re.search(rf"`{name}\([^`]*\b{p}\b", part)]
+
+
+def test_examples_of_the_python_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = read("reference/python.md")
+    for case in set(re.findall(r"fixtures/(\w+/\w+)", text)):
+        shutil.copytree(FIXTURES / case, tmp_path / "fixtures" / case)
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        exec(compile(block, "python.md", "exec"), scope)  # its own text, which is what is tested
+
+
+def test_public_names_stay_what_they_are_when_every_module_is_loaded() -> None:
+    for module in pkgutil.walk_packages(ckpttools_package.__path__, "ckpttools."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    assert [] == [name for name in ckpttools_package.__all__ if isinstance(getattr(ckpttools_package, name), ModuleType)]
 
 
 # JSON

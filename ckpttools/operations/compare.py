@@ -11,7 +11,7 @@ from ckpttools.errors import FindingsError, NotRecognisedError
 from ckpttools.findings import NOTE, WARNING, Finding
 from ckpttools.layouts import SEAL_NAME, open_snapshot
 from ckpttools.operations.scan import scan
-from ckpttools.seal import Seal, SealError, parse_seal
+from ckpttools.seals import Seal, SealError, parse_seal
 from ckpttools.storage.source import open_source, read
 
 _MAX_LIST_BYTES = 1 << 30

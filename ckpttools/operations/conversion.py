@@ -23,7 +23,7 @@ from ckpttools.operations.prove import SourceProof
 from ckpttools.operations.replicas import REPLICA_HINT
 from ckpttools.operations.select import Selection
 from ckpttools.plan import Plan
-from ckpttools.seal import Seal, SealedFile, SealedPiece, render_seal
+from ckpttools.seals import Seal, SealedFile, SealedPiece, render_seal
 from ckpttools.storage.local_target import LocalTarget
 from ckpttools.storage.source import exists, is_url, open_source
 from ckpttools.storage.standing import OtherwiseError, StandingTarget

@@ -11,7 +11,7 @@ from ckpttools.errors import FindingsError
 from ckpttools.layouts import SEAL_NAME, Snapshot, open_snapshot
 from ckpttools.operations.scan import Progress, Scan, scan
 from ckpttools.operations.validate import digest_file
-from ckpttools.seal import Seal, SealedFile, SealedPiece, render_seal
+from ckpttools.seals import Seal, SealedFile, SealedPiece, render_seal
 from ckpttools.storage.document import write_document
 
 

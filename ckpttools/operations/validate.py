@@ -17,7 +17,7 @@ from ckpttools.layouts import SEAL_NAME, Snapshot, open_snapshot
 from ckpttools.model import Checkpoint
 from ckpttools.operations.compare import Side, compare, open_side
 from ckpttools.operations.scan import Progress, Scan, scan
-from ckpttools.seal import Seal, SealedFile, SealError, parse_seal
+from ckpttools.seals import Seal, SealedFile, SealError, parse_seal
 from ckpttools.storage.source import Source, open_source, read
 
 DEPTHS = ("commit", "structure", "full")

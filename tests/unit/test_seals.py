@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckpttools.digest import TensorDigest
 from ckpttools.model import Box
-from ckpttools.seal import Seal, SealedFile, SealedPiece, SealError, parse_seal, render_seal
+from ckpttools.seals import Seal, SealedFile, SealedPiece, SealError, parse_seal, render_seal
 from tests import strategies
 
 DIGEST = "ab" * 32
