@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from ckpttools.cli import documents, options, render
+from ckpttools.cli.replicas import replica_lines
 from ckpttools.cli.session import take_roots
 from ckpttools.dtypes import DType, parse_dtype
 from ckpttools.errors import ExitCode
@@ -22,7 +23,6 @@ _EPILOG = options.examples(
     "ckpttools consolidate '/nodes/*/step-1000' exported/",
 )
 
-_MAX_BOXES = 8
 _LOSSES = {
     "overflowed": "values became infinite",
     "saturated": "values became the largest finite one",
@@ -164,17 +164,6 @@ def _write_plan(conversion: Conversion) -> None:
     render.write_data(f"{render_bytes_short(plan.bytes_written)} would be written to {conversion.destination}; {needs}")
 
 
-def _write_replicas(conversion: Conversion) -> None:
-    """What was done about copies that differ."""
-    record: dict[str, Any] = dict(conversion.replicas)
-    for row in record.get("boxes", [])[:_MAX_BOXES]:
-        taken = f"mean of {', '.join(row['taken'])}" if len(row["taken"]) > 1 else row["taken"][0]
-        render.write_data(f"replicas: {row['tensor']} at {row['offsets']}: {taken}")
-    more = len(record.get("boxes", [])) - _MAX_BOXES
-    if more > 0:
-        render.write_data(f"replicas: and {more} more, which the seal lists")
-
-
 def _write_summary(conversion: Conversion) -> None:
     for name, counts in conversion.casts.items():
         lost = [f"{getattr(counts, field)} {text}" for field, text in _LOSSES.items() if getattr(counts, field)]
@@ -184,7 +173,8 @@ def _write_summary(conversion: Conversion) -> None:
         render.write_data(f"tied: {alias} is {kept}, written once")
     for note in conversion.notes:
         render.write_data(note)
-    _write_replicas(conversion)
+    for line in replica_lines(conversion.replicas):
+        render.write_data(line)
     plan, seal = conversion.plan, conversion.seal
     tensors, files = render.count(len(plan.tensors), "tensor"), render.count(len(plan.files), "file")
     counts_text = f"{tensors}, {render_bytes_short(plan.bytes_written)} in {files}"

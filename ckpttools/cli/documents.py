@@ -145,13 +145,19 @@ def conversion(result: Conversion) -> dict[str, Any]:
         "left": list(result.selection.left),
     }
     document |= result.plan.describe()
-    document |= {"roots": list(result.plan.roots)} if result.plan.roots else {}
-    document |= {"replicas": dict(result.replicas)} if result.replicas else {}
+    document |= _source_settled(result)
     document |= {"notes": list(result.notes)} if result.notes else {}
     for cast in document["casts"]:
         counts = result.casts.get(cast["tensor"])
         cast["lost"] = {f.name: getattr(counts, f.name) for f in fields(counts)} if counts is not None else None
     return document
+
+
+def _source_settled(result: Conversion) -> dict[str, Any]:
+    """The places of a source that is spread over several, and what was done about copies that differ."""
+    return ({"roots": list(result.plan.roots)} if result.plan.roots else {}) | (
+        {"replicas": dict(result.replicas)} if result.replicas else {}
+    )
 
 
 def resharding(result: Resharding) -> dict[str, Any]:
@@ -186,6 +192,7 @@ def resharding(result: Resharding) -> dict[str, Any]:
             for draw in result.draws()
         ],
         **described,
+        **_source_settled(converted),
     }
 
 

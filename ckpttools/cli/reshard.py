@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpttools.cli import documents, options, render
+from ckpttools.cli.replicas import replica_lines
 from ckpttools.cli.session import take_roots
 from ckpttools.errors import ExitCode
 from ckpttools.model import Mesh
@@ -198,6 +199,8 @@ def _write_summary(resharding: Resharding) -> None:
     conversion = resharding.conversion
     plan, seal = conversion.plan, conversion.seal
     _write_dropped(resharding)
+    for line in replica_lines(conversion.replicas):
+        render.write_data(line)
     if conversion.resumed_bytes:
         render.write_data(f"resumed: {render_bytes_short(conversion.resumed_bytes)} were written by an earlier run")
     tensors, files = render.count(len(plan.tensors), "tensor"), render.count(len(plan.files), "file")

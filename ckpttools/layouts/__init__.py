@@ -34,7 +34,7 @@ from ckpttools.layouts.checks import check_cover, check_names, find_aliases
 from ckpttools.layouts.families import MODEL, families_of_keys, is_known_stem
 from ckpttools.model import Checkpoint, FileEntry, Mesh, ObjectEntry, Path, TensorEntry, render_path
 from ckpttools.storage.source import Listing, Source, open_source, read
-from ckpttools.storage.union import UnionSource
+from ckpttools.storage.union import UnionSource, require_apart
 
 REGISTRY: tuple[Layout, ...] = (
     megatron_dist.LAYOUT,
@@ -79,12 +79,14 @@ def open_snapshot(location: str, *, roots: Sequence[str] = (), is_located: bool 
         NotFoundError: when nothing is there.
         NotRecognisedError: when no layout knows what is there, or nothing says which of several files is meant.
         StorageError: when the storage fails.
+        UsageError: when one root lies in another.
     """
     with collector.paused():
         return _open((location, *roots), is_located)
 
 
 def _open(locations: tuple[str, ...], is_located: bool) -> Snapshot:
+    require_apart(locations)
     opened = [_open_root(location) for location in locations]
     source: Source = opened[0][0] if len(opened) == 1 else UnionSource([source for source, _, _ in opened])
     location, roots = opened[0][2], tuple(root for _, _, root in opened)

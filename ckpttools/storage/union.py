@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ckpttools.errors import NotFoundError, StorageError
+from ckpttools.errors import NotFoundError, StorageError, UsageError
 from ckpttools.storage.source import (
     ListedFile,
     Listing,
@@ -81,6 +81,23 @@ class UnionSource:
             if further:
                 copies[path] = tuple(further)
         return Listing(files, directories=tuple(sorted(directories)), copies=copies)
+
+
+def require_apart(locations: Sequence[str]) -> None:
+    """Refuse a place that is named twice, or lies in another: then one file would look like two copies.
+
+    Raises: UsageError.
+    """
+    named: dict[str, str] = {}
+    for one in locations:
+        real = (one if is_url(one) else os.path.realpath(local_path(one))).rstrip("/")
+        if real in named:
+            raise UsageError(f"one place is named twice: {one}", hints=["name each place once"])
+        named[real] = one
+    for real, one in named.items():
+        above = next((a for a in named if a != real and real.startswith(f"{a}/")), None)
+        if above is not None:
+            raise UsageError(f"one place lies in another: {one}", found=named[above], hints=["name each place once"])
 
 
 def root_name(location: str) -> str:

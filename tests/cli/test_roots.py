@@ -126,8 +126,10 @@ class TestReshard:
         answer = ckpttools("reshard", *as_options(nodes), tmp_path / "out", *options)
         assert answer.exit_code == 1
         assert f"{nodes[0]}/__0_0.distcp" in answer.stderr
-        answer = ckpttools("reshard", *as_options(nodes), tmp_path / "out", *options, "--replicas", "first")
+        answer = ckpttools("reshard", *as_options(nodes), tmp_path / "out", *options, "--replicas", "first", "--json")
         assert answer.exit_code == 0, answer.stderr
+        assert answer.document["roots"] == [str(n) for n in nodes]
+        assert answer.document["replicas"]["rule"] == "first"
         assert ckpttools("diff", SNAPSHOT, tmp_path / "out").exit_code == 0
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpttools.errors import NotFoundError, StorageError
+from ckpttools.errors import NotFoundError, StorageError, UsageError
 from ckpttools.storage.source import read
-from ckpttools.storage.union import expand, open_roots, root_name
+from ckpttools.storage.union import expand, open_roots, require_apart, root_name
 
 
 def make(root: Path, **files: bytes) -> str:
@@ -86,6 +86,16 @@ class TestListing:
 )
 def test_a_root_never_looks_like_a_relative_path(location, name):
     assert name == root_name(location)
+
+
+@pytest.mark.parametrize("places", [("/n/a", "/n/a/"), ("/n/a", "/n/a-b", "/n/a/inner"), ("gs://b/x", "gs://b/x/y"), ("/", "/n")])
+def test_a_place_in_another_is_refused(places):
+    with pytest.raises(UsageError):
+        require_apart(places)
+
+
+def test_places_side_by_side_are_apart():
+    require_apart(("/n/a", "/n/ab", "/n/a-b", "gs://b/x", "gs://b/xy"))
 
 
 class TestExpand:
