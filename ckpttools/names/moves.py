@@ -74,16 +74,17 @@ def _moved(pieces: Sequence[Piece], move: Move, item_bytes: int) -> list[Piece]:
             for start, axis in zip(move.offsets, move.axes, strict=True)
         )
         sizes = tuple(1 if axis is None else shared.sizes[axis] for axis in move.axes)
-        extent = _extent(piece, shared, move.axes, sizes, item_bytes)
-        found.append(Piece(Box(offsets, sizes), extent, piece.rank))
+        extent, *others = (_extent(e, piece.box, shared, move.axes, sizes, item_bytes) for e in (piece.extent, *piece.mean_with))
+        found.append(Piece(Box(offsets, sizes), extent, piece.rank, tuple(others)))
     return found
 
 
-def _extent(piece: Piece, shared: Box, axes: tuple[int | None, ...], sizes: tuple[int, ...], item_bytes: int) -> Extent:
-    """Where a part of a piece lies, with its dimensions in another order."""
-    extent = piece.extent
-    strides = extent.strides or row_major_strides(piece.box.sizes)
-    start = sum((o - p) * s for o, p, s in zip(shared.offsets, piece.box.offsets, strides, strict=True))
+def _extent(
+    extent: Extent, box: Box, shared: Box, axes: tuple[int | None, ...], sizes: tuple[int, ...], item_bytes: int
+) -> Extent:
+    """Where a part of a stored box lies, with its dimensions in another order."""
+    strides = extent.strides or row_major_strides(box.sizes)
+    start = sum((o - p) * s for o, p, s in zip(shared.offsets, box.offsets, strides, strict=True))
     turned = tuple(1 if axis is None else strides[axis] for axis in axes)
     length = span_elements(sizes, turned) * item_bytes
     dense = is_row_major(sizes, turned)

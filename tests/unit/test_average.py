@@ -17,6 +17,7 @@ from ckpttools.cast import DTYPES, cast
 from ckpttools.dtypes import BY_NAME
 from ckpttools.gather import Gather
 from ckpttools.model import Box, Extent, Piece, TensorEntry, TensorSpec
+from ckpttools.names.moves import Made, Move, assemble
 from ckpttools.storage.source import open_source
 
 FLOAT32 = st.binary(min_size=4, max_size=4)
@@ -125,6 +126,13 @@ class TestGather:
         box = Box((7, 2), (3, 5))
         found = b"".join(bytes(t) for t in Gather(source, memory_bytes=1 << 20).stream(entry, box))
         assert expected[7:10, 2:7].tobytes() == found
+
+    def test_parts_of_it_in_another_tensor_are_the_mean_too(self, tmp_path):
+        entry, expected = self.entry(tmp_path, rows=6, columns=4)
+        moved = Made("t", (3, 4), (Move("w", Box((1, 1), (4, 3)), (0, 0), (1, 0)),))
+        source, _ = open_source(str(tmp_path))
+        found = b"".join(bytes(t) for t in Gather(source, memory_bytes=1 << 20).stream(assemble(moved, {"w": entry})))
+        assert expected[1:5, 1:4].T.tobytes() == found
 
     def test_a_small_tensor_in_one_piece_is_the_mean_too(self, tmp_path):
         for name, value in (("a", 1.0), ("b", 4.0)):
