@@ -39,6 +39,7 @@ _TEMPORARY = (
     re.compile(r"(?P<base>.+?)\.orbax-checkpoint-tmp-\d+"),
     re.compile(r"(?P<base>.+?\.)dirty\.(?P<suffix>pt)"),  # nvidia-resiliency-ext
     re.compile(r"tmp-(?P<base>.+)"),  # HF Trainer up to 4.39
+    re.compile(r".+-s(?P<step>\d+)-n\d+-w\d+\.restore"),  # GKE's replicator, which renames it to `step=<N>`
 )
 
 
@@ -72,6 +73,8 @@ def parse_mark(name: str) -> str | None:
     """The name of the snapshot whose save is marked as not finished by a file or directory of this name. Pure."""
     for mark in (*_MARKS, *_TEMPORARY):
         match = mark.fullmatch(name)
+        if match and "step" in mark.groupindex:
+            return f"step={match['step']}"
         if match:
             return match["base"] + (match["suffix"] if "suffix" in mark.groupindex else "")
     return None

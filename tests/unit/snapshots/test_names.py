@@ -92,6 +92,7 @@ def test_a_pattern_without_a_step_is_wrong_usage(text):
         ("tmp-checkpoint-100", "checkpoint-100"),
         ("iter_0000100_3_local.dirty.pt", "iter_0000100_3_local.pt"),
         ("100.orbax-checkpoint-tmp-12345", "100"),
+        ("job-7b-s100-n0-w3.restore", "step=100"),
         ("step-100", None),
     ],
 )

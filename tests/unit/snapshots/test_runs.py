@@ -79,7 +79,9 @@ def test_marks_beside_a_snapshot_make_it_unfinished(tmp_path, mark):
 
 def test_a_directory_under_a_temporary_name_is_an_unfinished_snapshot(tmp_path):
     make(tmp_path / "tmp-checkpoint-2", ["model.safetensors"])
-    assert {"tmp-checkpoint-2": "unfinished"} == states(tmp_path)
+    make(tmp_path / "job-s9-n0-w1.restore", ["0/__0_0.distcp", "0/.metadata"])
+    assert {"tmp-checkpoint-2": "unfinished", "job-s9-n0-w1.restore": "unfinished"} == states(tmp_path)
+    assert {2, 9} == {s.step for s in read_run(str(tmp_path)).snapshots}
 
 
 def test_a_record_that_the_neighbours_have_is_missed(tmp_path):
