@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ckpttools.operations.convert import consolidate
     from ckpttools.operations.diff import diff
     from ckpttools.operations.measure import Tolerance
+    from ckpttools.operations.naming import Naming
     from ckpttools.operations.place import Placing
     from ckpttools.operations.reshard import reshard
     from ckpttools.operations.sealing import hash_tensors, seal
@@ -46,6 +47,7 @@ _HOMES = {
     "TensorEntry": "ckpttools.model",
     "Mesh": "ckpttools.model",
     "Choice": "ckpttools.operations.select",
+    "Naming": "ckpttools.operations.naming",
     "Renaming": "ckpttools.operations.select",
     "Tolerance": "ckpttools.operations.measure",
     "Placing": "ckpttools.operations.place",
@@ -65,6 +67,7 @@ __all__ = [
     "FindingsError",
     "Manner",
     "Mesh",
+    "Naming",
     "Placing",
     "Renaming",
     "TensorEntry",
