@@ -13,6 +13,7 @@ from ckpttools import plan as plans
 from ckpttools.errors import UsageError
 from ckpttools.layouts import Snapshot, open_snapshot
 from ckpttools.model import Arrangement, FileEntry, Mesh
+from ckpttools.operations.apart import layers_apart
 from ckpttools.operations.conversion import Conversion, Manner, carry_out, companions, require_replaceable
 from ckpttools.operations.draws import Draw, draws
 from ckpttools.operations.holding import Taken, take, unheld_error, without
@@ -99,6 +100,8 @@ def reshard(
 
 def _named(taken: Taken, naming: Naming | None, target: Target) -> tuple[Taken, tuple[str, ...]]:
     """What was taken, under the names that are asked for, and what is to be said about them."""
+    if target.parts_layers:
+        taken = replace(taken, selection=replace(taken.selection, tensors=layers_apart(taken.selection.tensors)))
     if naming is None or not naming.names:
         return taken, ()
     named = name_tensors(taken.selection, taken.snapshot, replace(naming, is_stacked=target.stacks_layers))

@@ -71,6 +71,8 @@ class Target:
     """Whether its names have layers and experts in stacks."""
     holds_whole_items: bool = False
     """Whether an object that is a torch file of its own in the source goes over byte for byte."""
+    parts_layers: bool = False
+    """Whether each layer and expert is a tensor of its own, so that stacks of a source are taken apart."""
     has_virtual_stages: bool = False
     """Whether a pipeline stage may hold several chunks of layers."""
 
@@ -216,6 +218,7 @@ TARGETS = (
         lambda r: write_legacy.arrange_ranks(r.tensors, r.mesh, objects=r.objects, sequences=r.sequences),
         lambda request: write_legacy.refusals(request.tensors, objects=request.objects),
         needs_even=True,
+        parts_layers=True,
         has_virtual_stages=True,
     ),
 )

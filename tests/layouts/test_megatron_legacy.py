@@ -33,7 +33,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def values(path: Path) -> dict[str, bytes]:
-    snapshot = open_snapshot(str(path))
+    snapshot = open_snapshot(str(path), is_located=True)
     return {t.name: value_of(snapshot, t) for t in snapshot.checkpoint.tensors if not t.name.startswith("rng_state.")}
 
 

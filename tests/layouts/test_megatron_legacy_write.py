@@ -15,7 +15,7 @@ from ckpttools.operations.targets import Details
 from ckpttools.operations.validate import validate
 from tests.fixture_cases import FIXTURES
 from tests.layouts.megatron_ranks import Model, Ranks
-from tests.layouts.test_megatron_legacy import values
+from tests.layouts.test_megatron_legacy import stacked, values
 
 
 def lay_out(source: Path, destination: Path, mesh: str, *, virtual_stages: int = 1, layers: tuple[int, ...] = ()) -> Path:
@@ -174,3 +174,27 @@ class TestRefusals:
                 mesh=Mesh.parse("pp=2"),
                 details=Details(virtual_stages=2),
             )
+
+
+SHARDED = ("tdist_tp2_model_only", "tdist_tp2_pp2_two_iters", "tdist_pp2_tied_gelu_bias", "tdist_ep2_moe")
+
+
+class TestFromSharded:
+    @pytest.mark.parametrize("mesh", ["tp=1", "tp=2", "pp=2"])
+    @pytest.mark.parametrize("name", SHARDED)
+    def test_stacked_layers_and_experts_are_taken_apart(self, name, mesh, tmp_path):
+        source = FIXTURES / "megatron" / name / "ckpt/iter_0000010"
+        whole = {n: v for n, v in values(source).items() if n.startswith(("decoder.", "embedding.", "output_layer."))}
+        found = values(lay_out(source, tmp_path / "to", mesh))
+        assert whole == {n: found.get(n) or stacked(n, found) for n in whole}
+        assert "ok" == validate(str(tmp_path / "to")).verdict
+
+    def test_experts_go_to_their_ranks(self, tmp_path):
+        source = FIXTURES / "megatron/tdist_ep2_moe/ckpt/iter_0000010"
+        name = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
+        assert values(source)[name] == stacked(name, values(lay_out(source, tmp_path / "to", "tp=2,ep=4")))
+
+    def test_arguments_say_the_new_format(self, tmp_path):
+        source = FIXTURES / "megatron/tdist_tp2_model_only/ckpt/iter_0000010"
+        args = loaded(lay_out(source, tmp_path / "to", "tp=1"))["mp_rank_00/model_optim_rng.pt"]["args"]
+        assert (1, "torch") == (args.tensor_model_parallel_size, args.ckpt_format)

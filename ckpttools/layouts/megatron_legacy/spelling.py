@@ -105,8 +105,6 @@ def chunks_of(held: Sequence[str], speller: Speller, count: int) -> list[ChunkNa
     firsts = {layers: _run_starts(sorted(found)) for layers, found in numbers.items()}
     chunks: list[list[tuple[str, str]]] = [[] for _ in range(count)]
     after: list[tuple[str, str]] = []
-    has_layers = bool(numbers)
-    is_past = False
     for name in speller.in_order(held):
         layer = parse_layer(name)
         if layer is None:
@@ -114,9 +112,8 @@ def chunks_of(held: Sequence[str], speller: Speller, count: int) -> list[ChunkNa
             if stored != name:  # a tied embedding, which stands where the output layer would
                 after.append((name, stored))
             else:
-                chunks[0 if has_layers and not is_past else -1].append((name, stored))
+                chunks[0 if "embedding" in name else -1].append((name, stored))
             continue
-        is_past = True
         starts = firsts[layer.layers]
         chunk = max(i for i, start in enumerate(starts) if start <= layer.number)
         chunks[min(chunk, count - 1)].append((name, speller.stored(name, starts[chunk])))

@@ -28,6 +28,8 @@ from ckpttools.placement.local import PlacedTensor, coordinate
 _AXES = ("tp", "ep", "pp")
 _LISTS = ("decoder.layers", "encoder.layers", "transformer.layers")
 _RANK_LOCAL = ("rng_state", "rerun_state_machine")
+_FORMAT = {"ckpt_format": "torch", "use_dist_ckpt": False}
+"""What the arguments say of the files."""
 _STAGE_SETTINGS = (
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
@@ -40,17 +42,36 @@ _STAGE_SETTINGS = (
 
 def refusals(tensors: Sequence[PlacedTensor], *, objects: Sequence[ObjectEntry]) -> dict[str, str]:
     """Per name of a tensor or object: why these files have no place for it. Pure."""
-    refused = {name: why for name in (*(t.spec.name for t in tensors), *(o.name for o in objects)) if (why := _why_not(name))}
-    unread = {o.name: f"{o.kind}: its value was not read" for o in objects if o.record is None and o.kind != "NoneType"}
+    refused = {t.spec.name: why for t in tensors if (why := _why_no_tensor(t))}
+    refused |= {o.name: why for o in objects if (why := _why_no_object(o))}
+    refused |= {o.name: f"{o.kind}: its value was not read" for o in objects if o.record is None and o.kind != "NoneType"}
     inner = {o.name: f"{o.kind}: it holds a tensor" for o in objects if next(persistent_ids(o.record), None) is not None}
-    return {**unread, **inner, **refused}
+    return {**inner, **refused}
 
 
-def _why_not(name: str) -> str:
-    top, _, rest = name.partition(".")
-    if top in _RANK_LOCAL:
+def _why_no_tensor(tensor: PlacedTensor) -> str:
+    path = _shared_path(tensor.path)
+    is_state = path[:2] == ("optimizer", "state") and len(path) == 4
+    if tensor.family == "model" or is_state or (path[0] == "optimizer" and "grad_scaler" in path):
+        return ""
+    if path[0] in _RANK_LOCAL or str(path[0]).startswith(_RANK_LOCAL):
         return "a rank's own, of no meaning on another mesh"
-    return "state of no known parameter" if top == "optimizer" and rest.startswith(("mp_rank_", "rank_")) else ""
+    return "state of no parameter that the source names" if "optimizer" in str(path[0]) else "no tensor of the model"
+
+
+def _why_no_object(entry: ObjectEntry) -> str:
+    path = _shared_path(entry.path)
+    if str(path[0]).startswith(_RANK_LOCAL):
+        return "a rank's own, of no meaning on another mesh"
+    if "/shard_" in entry.name:
+        return "an object of its own in a sharded checkpoint"
+    is_unnamed = path[0] == "optimizer" and len(path) > 1 and str(path[1]).startswith(("mp_rank_", "rank_"))
+    return "state of no known parameter" if is_unnamed else ""
+
+
+def _shared_path(path: Path) -> Path:
+    """Keys of an entry from the top of a rank's file; sharded checkpoints have these below `common`."""
+    return path[1:] if len(path) > 1 and path[0] == "common" else path
 
 
 def arrange_ranks(
@@ -93,13 +114,13 @@ class _Writer:
         sizes = dict(mesh.axes)
         self._mesh = mesh
         self._model = model
-        self._objects = objects
+        self._objects = [replace(o, path=_shared_path(o.path)) for o in objects]
         self._sequences = sequences
         tp = sizes.get("tp", 1)
         self._parallel = Parallel(tp, sizes.get("pp", 1), sizes.get("ep", 1), _chunk_count(model, mesh), tp)
         self._names = {t.spec.name for t in model}
         self._uneven = _uneven_stages(model, self._parallel)
-        self._args = next((o.record for o in objects if o.path == ("args",)), None)
+        self._args = next((o.record for o in self._objects if o.path == ("args",)), None)
         self._arguments = Arguments.read(self._args)
         _require_whole_heads(self._arguments, tp)
         if self._arguments.flag("moe_grouped_gemm") and self._is_transposed() and any(map(LOCAL_EXPERT.fullmatch, self._names)):
@@ -107,7 +128,7 @@ class _Writer:
                 "all experts in one transposed matrix (`weight1`, `weight2`) cannot be written without computing",
                 found="moe_grouped_gemm without Transformer Engine in the arguments",
             )
-        self._optimizer = OptimizerWriter(tensors, objects, self._arguments, self._parallel)
+        self._optimizer = OptimizerWriter(tensors, self._objects, self._arguments, self._parallel)
 
     def _is_transposed(self) -> bool:
         values = self._arguments.values
@@ -150,6 +171,7 @@ class _Writer:
         changed |= {name: None for name in _STAGE_SETTINGS if known.get(name) is not None} | self._uneven
         changed |= {"expert_tensor_parallel_size": p.tp} if known.get("expert_tensor_parallel_size") is not None else {}
         changed |= {"rank": rank} if "rank" in known else {}
+        changed |= {name: value for name, value in _FORMAT.items() if name in known}
         if isinstance(self._args, Object):
             return replace(self._args, state={**known, **changed})
         return Object(Global("argparse", "Namespace"), (), state={**known, **changed})
