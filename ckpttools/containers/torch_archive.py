@@ -193,7 +193,7 @@ class _Archive:
         data = self.position
         self.slots += slots(data)
         self.position += length
-        self.empty_slot = self.empty_slot if length else data
+        self.empty_slot = self.position  # what a checksum covers, zeros at the end included, is not joined to what follows
         self.directory.append((name, start, data, length, None if length else 0))
         if length:
             self._literal(b"PK\x07\x08")

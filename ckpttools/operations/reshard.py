@@ -15,6 +15,7 @@ from ckpttools.layouts import Snapshot, open_snapshot
 from ckpttools.model import Arrangement, FileEntry, Mesh
 from ckpttools.operations.apart import layers_apart
 from ckpttools.operations.conversion import Conversion, Manner, carry_out, companions, require_replaceable
+from ckpttools.operations.deriving import without_derived
 from ckpttools.operations.draws import Draw, draws
 from ckpttools.operations.holding import Taken, take, unheld_error, without
 from ckpttools.operations.naming import Naming, name_tensors
@@ -80,7 +81,7 @@ def reshard(
     snapshot = open_snapshot(location, roots=roots)
     manner = replace(manner, allowed_findings=allowed(replicas, manner.allowed_findings))
     taken = take(snapshot, into, choice, manner.allowed_findings)
-    taken, notes = _named(taken, naming, into)
+    taken, notes = _named(without_derived(taken, into, details, mesh), naming, into)
 
     def ask(taken: Taken) -> tuple[Assignment, Request]:
         placed = replace(placing or Placing(), virtual_stages=details.virtual_stages)

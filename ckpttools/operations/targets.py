@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
+from ckpttools.errors import ConversionError
 from ckpttools.layouts import dcp, llama, vllm
 from ckpttools.layouts.dcp_hf import write as dcp_hf
+from ckpttools.layouts.deepspeed import write as deepspeed
 from ckpttools.layouts.megatron_dist import write as megatron_dist
 from ckpttools.layouts.megatron_legacy import write as write_legacy
 from ckpttools.layouts.per_rank import write as per_rank
-from ckpttools.model import Arrangement, Mesh, ObjectEntry, Path
+from ckpttools.model import Arrangement, Mesh, ObjectEntry, Path, TensorEntry
 from ckpttools.placement.local import PlacedTensor
 
 
@@ -30,6 +33,8 @@ class Details:
     """Mesh axis -> what that job calls it; verl's names unless given."""
     virtual_stages: int = 1
     """Chunks of layers that each pipeline stage holds, dealt out in turn."""
+    zero: int | None = None
+    """The ZeRO stage of a DeepSpeed target."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,16 @@ class Request:
     aliases: Mapping[str, str]
     """Output name that is not written -> the output name whose tensor it is."""
     details: Details = Details()
+
+
+class Deriving(Protocol):
+    """Tells what of some tensors (by output name) a target need not be given."""
+
+    def __call__(
+        self, tensors: Mapping[str, TensorEntry], objects: Sequence[ObjectEntry], *, stage: int, dp: int
+    ) -> deepspeed.Derived:
+        """By the ZeRO stage and the number of data-parallel ranks."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -69,6 +84,8 @@ class Target:
     """Whether tied tensors stay one stored tensor under several names; otherwise each name is written."""
     stacks_layers: bool = False
     """Whether its names have layers and experts in stacks."""
+    derives: Deriving | None = None
+    """What it need not be given, because it follows from the rest."""
     holds_whole_items: bool = False
     """Whether an object that is a torch file of its own in the source goes over byte for byte."""
     parts_layers: bool = False
@@ -153,6 +170,28 @@ def _torch_refusals(request: Request, *, has_dtensors: bool) -> dict[str, str]:
     )
 
 
+def _deepspeed(request: Request) -> Arrangement:
+    return deepspeed.arrange_ranks(_for_deepspeed(request, request.mesh.ranks))
+
+
+def _deepspeed_universal(request: Request) -> Arrangement:
+    return deepspeed.arrange_universal(_for_deepspeed(request, 1))
+
+
+def _for_deepspeed(request: Request, dp: int) -> deepspeed.Given:
+    others = [f"{name}={size}" for name, size in request.mesh.axes if name not in ("dp", "fsdp") and size > 1]
+    if others:
+        raise ConversionError("a DeepSpeed checkpoint is written for data-parallel ranks alone", found=",".join(others))
+    return deepspeed.sort_entries(
+        [(t.spec, t.path, t.family) for t in request.tensors],
+        request.objects,
+        aliases=request.aliases,
+        sequences=request.sequences,
+        dp=dp,
+        stage=request.details.zero or 0,
+    )
+
+
 TARGETS = (
     Target(
         "dcp",
@@ -203,6 +242,20 @@ TARGETS = (
         needs_even=True,
         rules=_llama_rules,
         shares_storage=True,
+    ),
+    Target(
+        "deepspeed",
+        "what DeepSpeed's engine resumes from, with ZeRO stage 1, 2 or 3",
+        _deepspeed,
+        lambda request: {},
+        derives=deepspeed.find_derived,
+    ),
+    Target(
+        "deepspeed-universal",
+        "DeepSpeed's universal checkpoint, for engines of ZeRO stage 1 and 2, or of 3",
+        _deepspeed_universal,
+        lambda request: {},
+        derives=partial(deepspeed.find_derived, is_universal=True),
     ),
     Target(
         "megatron-dist",

@@ -25,10 +25,16 @@ from ckpttools.layouts.deepspeed.modules import (
 from ckpttools.layouts.deepspeed.names import Names, is_rank_file, parse_names
 from ckpttools.layouts.deepspeed.partitions import read_partitions
 from ckpttools.layouts.deepspeed.positions import read_without_zero
-from ckpttools.layouts.deepspeed.ranks import Ranks, bf16_of, find_ranks, open_models
-from ckpttools.layouts.deepspeed.settings import check_steps, read_client_state, read_optimizer_settings
+from ckpttools.layouts.deepspeed.ranks import OptimizerFile, Ranks, bf16_of, find_ranks, open_models
+from ckpttools.layouts.deepspeed.settings import (
+    add_parameter_names,
+    check_steps,
+    client_trees,
+    read_client_state,
+    read_optimizer_settings,
+)
 from ckpttools.layouts.deepspeed.stage3 import read_stage3
-from ckpttools.layouts.deepspeed.states import Files, table
+from ckpttools.layouts.deepspeed.states import Files, items, table
 from ckpttools.layouts.deepspeed.tensor_parallel import read_rules
 from ckpttools.layouts.deepspeed.universal import read_universal
 from ckpttools.layouts.families import MODEL
@@ -79,6 +85,7 @@ class DeepSpeed:
             step=ranks.first.step if ranks.first else None,
             written_by=_written_by(ranks),
             checksums=tuple(files.checksums),
+            trees=client_trees(ranks),
             families_are_told=True,
         )
 
@@ -134,10 +141,16 @@ def _read_tensors(book: Book, files: Files, names: Names, ranks: Ranks) -> None:
                 read_partitions(book, files, model, optimizers, tp=tp, dp=ranks.dp)
         book.settle()
     if names.is_universal:
-        read_universal(book, files, names, ranks)
-    for optimizer in ranks.optimizers.values():
-        read_optimizer_settings(book, optimizer.top)
-        break
+        file = files.open(names.settings) if names.settings else None
+        settings_file = OptimizerFile(names.settings, 0, 0, file, table(file.torch.value)) if file else None
+        read_universal(book, files, names, ranks, settings_file)
+        top = settings_file.top if settings_file else {}
+    else:
+        top = next((o.top for o in ranks.optimizers.values()), {})
+    read_optimizer_settings(book, top)
+    settings = book.objects.get(("optimizer", "param_groups"))
+    stated = items(settings.record) if settings else items(top.get("single_partition_of_fp32_groups"))
+    add_parameter_names(book, ranks, len(stated))
     share_tied(book, ranks)
 
 

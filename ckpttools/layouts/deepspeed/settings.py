@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
 
 from ckpttools.containers.torch_entries import RankFile
 from ckpttools.containers.trees import TreeLimitError, leaves
@@ -11,16 +12,18 @@ from ckpttools.findings import Finding
 from ckpttools.layouts.deepspeed.book import Book
 from ckpttools.layouts.deepspeed.partitions import states_of
 from ckpttools.layouts.deepspeed.ranks import OptimizerFile, Ranks
-from ckpttools.layouts.deepspeed.states import Files, count, items, numbered, table
+from ckpttools.layouts.deepspeed.states import Files, count, counts, items, members, numbered, table
 from ckpttools.layouts.families import EXTRA_STATE, OPTIMIZER, SCHEDULER
 from ckpttools.model import ObjectEntry, Path, TensorEntry, TensorSpec, render_path
 from ckpttools.pickles.views import kind_of, outline
 
 _LAYOUT_KEYS = frozenset(
-    {"module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names"}
+    {"module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"}
 )
 """What says how tensors are stored; it is read, and is no state."""
-_WHOLE_KEYS = frozenset({"ds_config", "args", "universal_checkpoint_info", "checkpoint_parallel_dimensions"})
+_WHOLE_KEYS = frozenset({"buffer_names", "ds_config", "args", "universal_checkpoint_info", "checkpoint_parallel_dimensions"})
+DEFAULT_SUB_GROUP = 10**9
+"""Elements of a rank's parts in one sub-group of ZeRO 3, where the configuration does not say."""
 _FLAT_KEYS = frozenset(
     {
         "base_optimizer_state",
@@ -52,6 +55,12 @@ def read_client_state(book: Book, files: Files, ranks: Ranks) -> list[TensorEntr
             start: Path = () if family == SCHEDULER else (name,)
             tensors += _read_value(book, files, model.file, (family,), own, start, record, seen)
     return tensors
+
+
+def client_trees(ranks: Ranks) -> dict[Path, object]:
+    """The first rank's values, by which a writer knows what is a list."""
+    top = ranks.first.top if ranks.first else {}
+    return {(EXTRA_STATE, k): v for k, v in top.items() if k not in _LAYOUT_KEYS and k not in _WHOLE_KEYS and k != "lr_scheduler"}
 
 
 def _read_value(
@@ -92,6 +101,39 @@ def read_optimizer_settings(book: Book, top: Mapping[str, object]) -> None:
     inner = table(top.get("base_optimizer_state")) or table(top.get("optimizer_state_dict"))
     if inner.get("param_groups") is not None:
         _add(book, ("optimizer", "param_groups"), inner["param_groups"])
+
+
+def add_parameter_names(book: Book, ranks: Ranks, groups: int) -> None:
+    """Which parameters each group of the optimizer has, in the order of the model; `optimizer.param_names`.
+
+    Left out where one model-parallel rank does not know all of them, or sub-groups do not tell where a group ends.
+    """
+    first = ranks.first
+    if first is None or not first.shapes or ranks.tp * ranks.pp != 1 or counts(first.top.get("num_experts")):
+        return
+    names = [list(shapes) for shapes in first.shapes]
+    config = table(members(first.top.get("ds_config")).get("zero_optimization"))
+    if ranks.stage == 3 and len(names) != groups:
+        most = count(config.get("sub_group_size")) or DEFAULT_SUB_GROUP
+        joined: list[list[str]] = [[]]
+        for shapes in first.shapes:
+            joined[-1] += shapes
+            if sum(-(-prod(s) // ranks.dp) for s in shapes.values()) < most:
+                joined.append([])
+        names = [g for g in joined if g]
+    elif ranks.stage == 2 and config.get("round_robin_gradients") is True:
+        names = [undo_round_robin(g, ranks.dp) for g in names]
+    if len(names) == groups:
+        _add(book, ("optimizer", "param_names"), names)
+
+
+def undo_round_robin(names: Sequence[str], ranks: int) -> list[str]:
+    """The order before every `ranks`-th was put together: [0, n, 2n, ..., 1, n + 1, ...] becomes [0, 1, 2, ...]. Pure."""
+    order = [i for first in range(ranks) for i in range(first, len(names), ranks)]
+    found = [""] * len(names)
+    for place, name in zip(order, names, strict=True):
+        found[place] = name
+    return found
 
 
 def _add(book: Book, path: Path, record: object) -> None:

@@ -78,7 +78,7 @@ def read_stage3(
                 if stretch.key == MASTER:
                     book.add(name, WEIGHT, tp, dtype, shape, pieces, file.path)
         if rank == min(ranks):
-            _add_numbers(book, files, file, groups, tp=tp)
+            add_numbers(book, files, file, groups, tp=tp)
     read_frozen(book, files, models, tp=tp, dp=dp)
 
 
@@ -116,7 +116,7 @@ def _stretches(files: Files, file: OptimizerFile) -> Iterator[Stretch]:
             yield Stretch((key,), tuple(vectors), starts)
 
 
-def _add_numbers(book: Book, files: Files, file: OptimizerFile, groups: Sequence[Mapping[str, object]], *, tp: int) -> None:
+def add_numbers(book: Book, files: Files, file: OptimizerFile, groups: Sequence[Mapping[str, object]], *, tp: int) -> None:
     """What the optimizer keeps once for a sub-group, such as the step, as the state of each parameter in it."""
     states = numbered(table(file.top.get("optimizer_state_dict")).get("state"))
     for g, group in enumerate(groups if not tp else ()):

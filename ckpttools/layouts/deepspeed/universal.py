@@ -15,16 +15,16 @@ from ckpttools.findings import Finding
 from ckpttools.layouts.deepspeed.book import MASTER, WEIGHT, Book
 from ckpttools.layouts.deepspeed.names import Names
 from ckpttools.layouts.deepspeed.parts import whole_piece
-from ckpttools.layouts.deepspeed.ranks import Ranks
-from ckpttools.layouts.deepspeed.stage3 import read_frozen
+from ckpttools.layouts.deepspeed.ranks import OptimizerFile, Ranks
+from ckpttools.layouts.deepspeed.stage3 import add_numbers, read_frozen
 from ckpttools.layouts.deepspeed.states import Files, table
 from ckpttools.pickles.views import kind_of
 
 _MAX_NAMED = 64
 
 
-def read_universal(book: Book, files: Files, names: Names, ranks: Ranks) -> None:
-    """Every state of every parameter; in ZeRO 3 the master is the weight, too."""
+def read_universal(book: Book, files: Files, names: Names, ranks: Ranks, settings: OptimizerFile | None) -> None:
+    """Every state of every parameter; in ZeRO 3 the master is the weight, too, and the step is with the settings."""
     shapes = {n: s for model in ranks.models.values() for group in model.shapes or [] for n, s in group.items()}
     for (name, state), path in sorted(names.universal.items()):
         file = files.open(path)
@@ -51,6 +51,9 @@ def read_universal(book: Book, files: Files, names: Names, ranks: Ranks) -> None
         book.add_merged(name, key, stored.dtype, shape, pieces, path)
         if key == MASTER and ranks.stage == 3 and not book.holds(name, WEIGHT):
             book.add_merged(name, WEIGHT, stored.dtype, shape, pieces, path)
+    first = ranks.first
+    if ranks.stage == 3 and settings is not None and first is not None:
+        add_numbers(book, files, settings, first.shapes or [], tp=0)
     if ranks.stage == 3:
         read_frozen(book, files, {dp: m for (dp, _), m in sorted(ranks.models.items())}, tp=0, dp=ranks.dp)
     files.findings += _missing(names, ranks, set(shapes))
