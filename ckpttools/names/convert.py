@@ -339,6 +339,15 @@ def _require_filled(work: _Work, sources: Mapping[str, TensorEntry]) -> None:
             work.problems.append(f"{missing} elements of {name} {list(shape)} go nowhere")
 
 
+def respelled(map_: NameMap, side: str, tensors: Sequence[TensorEntry], *, is_stacked: bool) -> list[TensorEntry]:
+    """The tensors under the first spelling of their names, with layers and experts in stacks or out of them. Pure."""
+    work, found = _Work(map_, side, {}), list(tensors)
+    for first, other in map_.same[side]:
+        if not (is_stacked and other.stacked):
+            found = [part for entry in found for part in _unstacked(work, entry, first, other)]
+    return stacked(map_, side, found) if is_stacked else found
+
+
 def stacked(map_: NameMap, side: str, tensors: Sequence[TensorEntry]) -> list[TensorEntry]:
     """The tensors with layers and experts in stacks, where the map has a spelling for that and they are alike. Pure."""
     found = list(tensors)

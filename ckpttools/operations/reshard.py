@@ -23,6 +23,7 @@ from ckpttools.operations.nesting import sequences_of
 from ckpttools.operations.place import Placing, place
 from ckpttools.operations.replicas import COMPARE, allowed, settle
 from ckpttools.operations.select import Choice
+from ckpttools.operations.spelling import STACKED, spell
 from ckpttools.operations.targets import BY_NAME, Details, Request, Target
 from ckpttools.placement.assign import Assignment
 from ckpttools.plan import Plan
@@ -104,8 +105,8 @@ def _named(taken: Taken, naming: Naming | None, target: Target) -> tuple[Taken, 
     if target.parts_layers:
         taken = replace(taken, selection=replace(taken.selection, tensors=layers_apart(taken.selection.tensors)))
     if naming is None or not naming.names:
-        return taken, ()
-    named = name_tensors(taken.selection, taken.snapshot, replace(naming, is_stacked=target.stacks_layers))
+        return replace(taken, selection=spell(taken.selection, target.spelling)), ()
+    named = name_tensors(taken.selection, taken.snapshot, replace(naming, is_stacked=target.spelling == STACKED))
     return replace(taken, selection=named.selection), named.notes
 
 

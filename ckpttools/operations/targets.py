@@ -82,8 +82,8 @@ class Target:
     tell."""
     shares_storage: bool = False
     """Whether tied tensors stay one stored tensor under several names; otherwise each name is written."""
-    stacks_layers: bool = False
-    """Whether its names have layers and experts in stacks."""
+    spelling: str = ""
+    """How it spells Megatron's names: `stacked` or `single` (see `spelling`); empty where it has none of its own."""
     derives: Deriving | None = None
     """What it need not be given, because it follows from the rest."""
     holds_whole_items: bool = False
@@ -261,9 +261,9 @@ TARGETS = (
         "megatron-dist",
         "Megatron-core's torch_dist: DCP's files, `common.pt` and `metadata.json`",
         _megatron_dist,
-        lambda request: dcp.refusals(request.objects),
+        lambda request: megatron_dist.refusals(request.tensors) | dcp.refusals(request.objects),
         holds_whole_items=True,
-        stacks_layers=True,
+        spelling="stacked",
     ),
     Target(
         "megatron-legacy",
@@ -273,6 +273,7 @@ TARGETS = (
         needs_even=True,
         parts_layers=True,
         has_virtual_stages=True,
+        spelling="single",
     ),
 )
 """In the order in which help lists them."""

@@ -70,6 +70,30 @@ def test_a_model_of_megatron_core_loads_it(tmp_path: Path) -> None:
     assert target.tensors["output_layer.weight"].digests == {ours["tensors"]["output_layer.weight"]}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["legacy_tp2_pp2_mcore", "legacy_tp2_mcore"])
+def test_megatron_core_loads_a_legacy_checkpoint_after_it(source: str, tmp_path: Path) -> None:
+    (target, *_) = Case("megatron", source).targets()
+    reshard(str(target.path), str(tmp_path / "out"), target="megatron-dist", mesh=Mesh.parse("tp=2"), is_dropping=True)
+    answer = load(str(tmp_path / "out"), "plain")
+    assert [] == [n for n, e in target.tensors.items() if answer["tensors"].get(n) not in e.digests]
+    states = {n.split(".")[2] for n in answer["tensors"] if n.startswith("optimizer.state.")}
+    assert {"fp32_param", "exp_avg", "exp_avg_sq"} <= states
+
+
+@pytest.mark.parametrize("source", ["legacy_tp2_pp2_mcore", "legacy_tp2_mcore"])
+def test_legacy_to_torch_dist_and_back_has_one_fingerprint(source: str, tmp_path: Path) -> None:
+    (target, *_) = Case("megatron", source).targets()
+    reshard(str(target.path), str(tmp_path / "dist"), target="megatron-dist", mesh=Mesh.parse("tp=2,pp=2"), is_dropping=True)
+    reshard(str(tmp_path / "dist"), str(tmp_path / "back"), target="megatron-legacy", mesh=Mesh.parse("tp=2"), is_dropping=True)
+
+    def lines(path: Path) -> set[tuple[str, str]]:
+        listed = hash_tensors(str(path)).tensors
+        return {(t.name, t.digest) for t in listed if not t.name.startswith(("rng_state.", "common."))}
+
+    assert lines(target.path) == lines(tmp_path / "back")
+
+
 @pytest.mark.parametrize("mesh", ["tp=2", "pp=2", "tp=2,pp=2,dp=2"])
 def test_every_mesh_reads_back_as_the_same(mesh: str, tmp_path: Path) -> None:
     for source in ("tdist_tp2_pp2_two_iters", "zarr_tp2_pp2"):

@@ -1,7 +1,7 @@
 """Arranges a torch_dist directory: DCP's files as the ranks of a mesh would write them, `common.pt`, and `metadata.json` last.
 
 What lies in items of its own in the source (`<key>/shard_<place>_<grid>`) goes over byte for byte; all other objects are state
-that the ranks share. Tensors that go with such state (random states of a legacy checkpoint) are stored with it.
+that the ranks share, and so are the tensors of a source's own `common.pt`.
 
 Source: NVIDIA/Megatron-LM, megatron/core/dist_checkpointing/{core.py,strategies/common.py,strategies/torch.py}, core_v0.16.1.
 """
@@ -63,6 +63,12 @@ def arrange_ranks(
     record = ArrangedFile(METADATA_NAME, len(stated), literals=(Literal(0, stated),), is_commit_record=True)
     common = _arrange_common(shared, rest, sequences)
     return Arrangement("megatron_dist", (*data, common, replace(manifest, is_commit_record=False), record))
+
+
+def refusals(tensors: Sequence[PlacedTensor]) -> dict[str, str]:
+    """Name of a tensor -> why torch_dist has no place for it. Pure."""
+    held = (MODEL, OPTIMIZER, _COMMON)
+    return {t.spec.name: f"{t.family} of other ranks, which torch_dist keeps as objects" for t in tensors if t.family not in held}
 
 
 def _item(entry: ObjectEntry) -> ObjectItem:
