@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckpttools.containers.local_boxes import NOTE_NAME
 from ckpttools.dtypes import DType
@@ -256,11 +256,18 @@ class _Archive:
         self._literal(rest + encoded + extra)
 
 
-def nest(entries: Sequence[tuple[Path, object]], sequences: Mapping[Path, str], at: Path = ()) -> object:
+def nest(
+    entries: Sequence[tuple[Path, object]],
+    sequences: Mapping[Path, str],
+    mappings: Mapping[Path, Object] | None = None,
+    at: Path = (),
+) -> object:
     """A nested value from typed paths. Pure.
 
-    Args: sequences: path of each branch that is a `list` or `tuple`; all others are dicts. One whose items are not all
-        there becomes a dict, so that no item changes its number.
+    Args:
+        sequences: path of each branch that is a `list` or `tuple`; all others are dicts. One whose items are not all
+            there becomes a dict, so that no item changes its number.
+        mappings: path of each branch that is a mapping of another class: an object without what it maps.
 
     Raises: ConversionError: when one entry lies below another that is not a branch.
     """
@@ -271,9 +278,10 @@ def nest(entries: Sequence[tuple[Path, object]], sequences: Mapping[Path, str], 
         if not path:
             raise ConversionError(f"`{render_path(at)}` is an entry, and others lie below it")
         groups.setdefault(path[0], []).append((path[1:], value))
-    built = {key: nest(below, sequences, (*at, key)) for key, below in groups.items()}
+    built = {key: nest(below, sequences, mappings, (*at, key)) for key, below in groups.items()}
     kind = sequences.get(at)
     if kind and sorted(map(repr, built)) == sorted(map(repr, range(len(built)))):
         items = [built[i] for i in range(len(built))]
         return tuple(items) if kind == "tuple" else items
-    return built
+    empty = (mappings or {}).get(at)
+    return built if empty is None else replace(empty, pairs=list(built.items()))

@@ -66,7 +66,13 @@ def sequence_branches(value: object, prefix: Path = ()) -> dict[Path, str]:
 
     Raises: TreeLimitError: for a bomb.
     """
-    holds, sharing, found = _TensorSearch(), _Sharing(), {}
+    records = branch_records(value, prefix)
+    return {path: "tuple" if isinstance(r, tuple) else "list" for path, r in records if isinstance(r, (list, tuple))}
+
+
+def branch_records(value: object, prefix: Path = ()) -> Iterator[tuple[Path, object]]:
+    """Every branch of a nested value, with the path that leads to it. Raises TreeLimitError for a bomb."""
+    holds, sharing = _TensorSearch(), _Sharing()
     stack: list[tuple[Path, object]] = [(prefix, value)]
     while stack:
         path, record = stack.pop()
@@ -74,10 +80,8 @@ def sequence_branches(value: object, prefix: Path = ()) -> dict[Path, str]:
         if branches is None:
             continue
         sharing.visit(record, len(branches))
-        if isinstance(record, (list, tuple)):
-            found[path] = "tuple" if isinstance(record, tuple) else "list"
+        yield path, record
         stack.extend(((*path, *keys), child) for keys, child in branches)
-    return found
 
 
 class _Sharing:

@@ -12,6 +12,7 @@ from ckpttools.containers.torch_entries import Entries, open_rank_file, read_ent
 from ckpttools.layouts.base import Contents, Part, Peek
 from ckpttools.layouts.families import family_of_stem
 from ckpttools.model import Arrangement, FileEntry, ObjectEntry, Path, TensorSpec
+from ckpttools.pickles.records import Object
 from ckpttools.pickles.views import mapping_items
 from ckpttools.storage.source import ListedFile, Listing, Source
 
@@ -91,6 +92,8 @@ def arrange(
     paths: Mapping[str, Path],
     objects: Sequence[ObjectEntry] = (),
     sequences: Mapping[Path, str],
+    mappings: Mapping[Path, Object] | None = None,
+    order: Mapping[Path, int] | None = None,
     aliases: Mapping[str, str] | None = None,
     file_name: str = "model.pt",
 ) -> Arrangement:
@@ -99,6 +102,8 @@ def arrange(
     Args:
         paths: output name -> keys that lead to the tensor.
         sequences: path of each branch that is a `list` or a `tuple`.
+        mappings: path of each branch that is no plain dict: an object of its class, without what it maps.
+        order: path of an entry -> its place among all; entries without one come last.
         aliases: further name -> the name whose storage it shares.
 
     Raises: ConversionError: for a dtype that torch has no dense tensor of, or a path that leads through a tensor.
@@ -108,6 +113,8 @@ def arrange(
     entries: list[tuple[Path, object]] = [(paths[name], record) for name, record in records.items()]
     entries += [(paths[name], records[kept]) for name, kept in (aliases or {}).items()]
     entries += [(obj.path, obj.record) for obj in objects]
-    value = nest(entries, sequences)
+    places = order or {}
+    entries.sort(key=lambda entry: places.get(entry[0], len(places)))
+    value = nest(entries, sequences, mappings)
     file = arrange_archive(file_name, value, {keys[spec.name]: spec for spec in specs})
     return Arrangement(LAYOUT.name, (file,))

@@ -17,7 +17,7 @@ from ckpttools.layouts import Snapshot, open_snapshot, safetensors, torch
 from ckpttools.model import Arrangement, Path, TensorSpec
 from ckpttools.operations.conversion import Conversion, Manner, carry_out, companions, require_replaceable, require_whole
 from ckpttools.operations.naming import Named, Naming, name_tensors
-from ckpttools.operations.nesting import sequences_of
+from ckpttools.operations.nesting import mappings_of, order_of, sequences_of
 from ckpttools.operations.replicas import COMPARE, allowed, settle
 from ckpttools.operations.select import Choice, Selection, select
 from ckpttools.plan import Plan
@@ -149,11 +149,16 @@ def _arrange_torch(snapshot: Snapshot, selection: Selection, specs: Sequence[Ten
     by_name = snapshot.checkpoint.by_name
     for alias in selection.aliases:
         paths[alias] = by_name[alias].path if alias in by_name else (alias,)
+    order = order_of(snapshot.checkpoint)
+    order |= {paths[n]: order[e.path] for n, e in selection.tensors.items() if e.path in order}
+    is_renamed = any(n != e.name for n, e in selection.tensors.items())
     return torch.arrange(
         specs,
         paths=paths,
         objects=[o for o in selection.objects if o.record is not None or o.kind == "NoneType"],
         sequences=sequences_of(snapshot.checkpoint),
+        mappings=mappings_of(snapshot.checkpoint, has_attributes=not is_renamed),  # `_metadata` goes by the names of modules
+        order=order,
         aliases=selection.aliases,
         file_name=file_name,
     )
