@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ckpttools.errors import CkpttoolsError
 from ckpttools.layouts import open_snapshot
@@ -127,6 +128,12 @@ class TestModel:
         directory = tag("zero2_fp16_w2")
         (directory.parent / "notes.txt").write_text("x")
         assert names(directory) == names(directory.parent)
+
+    def test_exported_weights_beside_a_tag_are_the_model_of_their_directory(self, tag):
+        directory = tag("zero2_fp16_w2").parent
+        save_file({"w": torch.ones(2)}, directory / "model.safetensors")
+        checkpoint = open_snapshot(str(directory)).checkpoint
+        assert ("safetensors", ["w"]) == (checkpoint.layout, [t.name for t in checkpoint])
 
     def test_latest_says_which_of_several_tags_is_meant(self, tag):
         directory = tag("zero2_fp16_w2")

@@ -41,8 +41,8 @@ from ckpttools.layouts.families import MODEL
 from ckpttools.model import FileEntry, Mesh
 from ckpttools.storage.source import Listing, Source
 
+_EXPORTED = re.compile(r"(pytorch_|adapter_)?model.*\.(safetensors|bin)")
 _TRACKERS = ("latest", "latest_universal")
-_STEP = re.compile(r"(\d+)(?!.*\d)")
 
 
 class DeepSpeed:
@@ -57,6 +57,8 @@ class DeepSpeed:
         tags = {path.rpartition("/")[0] for path in regular if path.count("/") < 2 and is_rank_file(path.rpartition("/")[2])}
         if "" in tags:
             return [_part(regular, "")]
+        if any(_EXPORTED.fullmatch(path) for path in regular):  # HF Trainer's weights: the model of that directory
+            return []
         if len(tags) > 1:
             stated = {_tag(peek(name)) for name in _TRACKERS if name in listing and listing.files[name].is_regular}
             tags &= stated
