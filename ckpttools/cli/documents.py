@@ -193,6 +193,7 @@ def resharding(result: Resharding) -> dict[str, Any]:
         ],
         **described,
         **_source_settled(converted),
+        **({"notes": list(converted.notes)} if converted.notes else {}),
     }
 
 

@@ -211,6 +211,8 @@ def _write_summary(resharding: Resharding) -> None:
     conversion = resharding.conversion
     plan, seal = conversion.plan, conversion.seal
     _write_dropped(resharding)
+    for note in conversion.notes:
+        render.write_data(note)
     for line in replica_lines(conversion.replicas):
         render.write_data(line)
     if conversion.resumed_bytes:

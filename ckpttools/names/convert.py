@@ -16,6 +16,10 @@ from ckpttools.names.moves import Made, Move, assemble
 from ckpttools.names.patterns import Pattern
 
 _MAX_NAMED = 12
+_MAX_PARTS = 1 << 20
+"""Layers, experts or blocks; a tensor without elements may claim any number of them."""
+_MAX_RUNS = 1 << 22
+"""Rows that are moved one by one; a model of a trillion parameters has a tenth of it in a tensor."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,8 @@ def _canonical(work: _Work, tensors: Sequence[TensorEntry]) -> tuple[list[Tensor
     prefix = next((p for p in work.map.prefixes[work.side] if tensors and all(t.name.startswith(p) for t in tensors)), "")
     entries = [_renamed(t, t.name.removeprefix(prefix)) for t in tensors]
     dropped = [t.name for t in entries if any(p.match(t.name) is not None for p in work.map.drop[work.side])]
-    entries = [t for t in entries if t.name not in set(dropped)]
+    nothing = set(dropped)
+    entries = [t for t in entries if t.name not in nothing]
     for first, other in work.map.same[work.side]:
         entries = [part for entry in entries for part in _unstacked(work, entry, first, other)]
     return entries, dropped
@@ -134,6 +139,9 @@ def _unstacked(work: _Work, entry: TensorEntry, first: Pattern, other: Pattern) 
         work.problems.append(f"fewer than {depth} dimensions: {entry.name} {list(entry.spec.shape)}")
         return
     inner = entry.spec.shape[depth:]
+    if prod(entry.spec.shape[:depth]) > _MAX_PARTS:
+        work.problems.append(f"more than {_MAX_PARTS} layers or experts: {entry.name} {list(entry.spec.shape)}")
+        return
     for index in product(*map(range, entry.spec.shape[:depth])):
         box = Box((*index, *(0 for _ in inner)), (*(1 for _ in index), *inner))
         move = Move(entry.name, box, (0,) * len(inner), tuple(range(depth, depth + len(inner))))
@@ -244,6 +252,8 @@ def _permuted(work: _Work, rule: Rule, source: TensorEntry, target: str, forward
     known = prod(_number(work, n) for n in rule.rows if n != 0)
     if rows % known or (0 not in rule.rows and rows != known):
         raise ValueError(f"{rows} rows are not counted by {list(rule.rows)}, which makes {known}")
+    if rows > _MAX_RUNS:
+        raise ValueError(f"more than {_MAX_RUNS} rows")
     sizes = [rows // known if n == 0 else _number(work, n) for n in rule.rows]
     order = list(rule.order)
     if not forward:  # the source counts in the second side's order
@@ -290,6 +300,8 @@ def _number(work: _Work, count: Count) -> int:
         return count
     if count not in work.counts:
         raise ValueError(f"the number of {count} is not known")
+    if not 0 < work.counts[count] <= _MAX_PARTS:
+        raise ValueError(f"the number of {count} is {work.counts[count]}")
     return work.counts[count]
 
 
@@ -310,6 +322,9 @@ def _require_layers(work: _Work, sources: Mapping[str, TensorEntry]) -> None:
         words = [w for w in pattern.variables if w in numbers]
         if len(words) != len(pattern.variables):
             work.problems.append(f"nothing in the source is `{pattern.text}` ({rule.label})")
+            continue
+        if prod(max(numbers[w]) + 1 for w in words) > 2 * len(sources) + _MAX_NAMED:
+            work.problems.append(f"most of `{pattern.text}` are not there, up to the highest number in a name ({rule.label})")
             continue
         absent = [
             name

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from ckpttools.dtypes import parse_dtype
 from ckpttools.errors import ConversionError, UsageError
 from ckpttools.layouts import open_snapshot
+from ckpttools.model import Extent, Piece, TensorEntry, TensorSpec
 from ckpttools.names.convert import NamesError, convert, stacked
 from ckpttools.names.hf_config import config_of
 from ckpttools.names.maps import BUILT_IN, built_in, parse_map
@@ -162,6 +164,24 @@ class TestRefusals:
         with pytest.raises(ConversionError, match="different dtypes"):
             convert(parse_map(LAYERS, "m"), "b", entries, {"groups": 1})
 
+    @pytest.mark.parametrize("shape", [(1 << 40, 0), (1 << 21, 0)], ids=str)
+    def test_stack_of_more_layers_than_any_model_has_is_refused_at_once(self, shape):
+        name = TensorSpec("l.w", parse_dtype("float32"), shape)
+        entry = TensorEntry(name, ("l.w",), (Piece(name.box, Extent("f", 0, 0)),))
+        text = HEAD + '[same]\na = [["l.{layer}.{*r}", "l.{*r}[layer]"]]\n[[rules]]\na = "l.{layer}.w"\nb = "m.{layer}"\n'
+        with pytest.raises(NamesError, match="layers or experts"):
+            convert(parse_map(text, "m"), "a", [entry], {})
+
+    @pytest.mark.parametrize("groups", [0, -1, 1 << 40])
+    def test_number_of_groups_that_no_model_has_is_refused_at_once(self, tmp_path, groups):
+        (told,) = problems(tmp_path, LAYERS, {"l.0.w": torch.ones(0, 2)}, groups=groups)
+        assert f"the number of groups is {groups}" in told
+
+    def test_numbers_in_names_that_leave_most_out_are_refused_at_once(self, tmp_path):
+        text = HEAD + '[[rules]]\na = "l.{layer}.e.{expert}"\nb = "m.{layer}.{expert}"\n'
+        (told,) = problems(tmp_path, text, {"l.999999.e.0": torch.ones(1), "l.0.e.999999": torch.ones(1)})
+        assert "most of `l.{layer}.e.{expert}` are not there" in told
+
     def test_optimizer_state_is_not_renamed_in_silence(self, ckpttools, tmp_path):
         path = Path("fixtures/megatron/tdist_tp2_dp2_distopt_fully_reshardable/ckpt/iter_0000010")
         answer = ckpttools("consolidate", path, tmp_path / "o", "--names", "hf", "--everything", "--format", "torch")
@@ -219,9 +239,6 @@ class TestFiles:
 
 class TestConfig:
     def spec(self, **shapes: tuple[int, ...]):
-        from ckpttools.dtypes import parse_dtype
-        from ckpttools.model import TensorSpec
-
         return {n.replace("__", "."): TensorSpec(n, parse_dtype("bfloat16"), s) for n, s in shapes.items()}
 
     def test_what_nothing_states_is_named(self):
