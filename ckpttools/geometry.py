@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from math import prod
+from operator import le, sub
 from typing import TYPE_CHECKING, Any
 
 from ckpttools.model import Box
@@ -33,17 +34,14 @@ def intersect(a: Box, b: Box) -> Box | None:
     Boxes that only touch share a box of volume 0; callers that want elements ask for `volume`.
     """
     offsets = tuple(map(max, a.offsets, b.offsets))
-    stops = tuple(map(min, a.stops, b.stops))
-    if any(stop < offset for offset, stop in zip(offsets, stops, strict=True)):
-        return None
-    return Box(offsets, tuple(stop - offset for offset, stop in zip(offsets, stops, strict=True)))
+    sizes = tuple(map(sub, map(min, a.stops, b.stops), offsets))
+    return Box(offsets, sizes) if min(sizes, default=0) >= 0 else None
 
 
 def contains(outer: Box, inner: Box) -> bool:
-    """Whether `inner` lies wholly in `outer`. Pure."""
-    return all(o <= i for o, i in zip(outer.offsets, inner.offsets, strict=True)) and all(
-        i <= o for o, i in zip(outer.stops, inner.stops, strict=True)
-    )
+    """Whether `inner` lies wholly in `outer`; never for boxes of different ranks. Pure."""
+    is_of_rank = len(outer.offsets) == len(inner.offsets)
+    return is_of_rank and all(map(le, outer.offsets, inner.offsets)) and all(map(le, inner.stops, outer.stops))
 
 
 def split(length: int, parts: int) -> list[tuple[int, int]]:

@@ -416,3 +416,8 @@ class TestContiguousRuns:
     def test_of_rank_0_is_the_box_and_of_no_elements_one_too(self):
         assert [(Box((), ()), 0)] == list(geometry.contiguous_runs(Box((), ()), ()))
         assert [Box((3, 2), (0, 2))] == [run for run, _ in geometry.contiguous_runs(Box((3, 2), (0, 2)), (3, 5))]
+
+
+def test_a_box_of_another_rank_is_never_inside():
+    assert not geometry.contains(Box((0, 0), (4, 4)), Box((0,), (4,)))
+    assert not geometry.contains(Box((0,), (4,)), Box((0, 0), (4, 4)))
