@@ -22,6 +22,7 @@ _SIDE, _MAP = "megatron", "mixtral"
 """The map with the most spellings of Megatron's names."""
 _BY_STATE = re.compile(r"optimizer\.state\.(?P<state>fp32_param|param|exp_avg|exp_avg_sq|momentum_buffer|step)\.(?P<of>.+)")
 _BY_PARAMETER = re.compile(r"optimizer\.state\.(?P<of>.+)\.(?P<state>[^.]+)")
+_STACK = re.compile(r"layers\.(?!\d)")
 _MASTERS = ("fp32", "fp32_param", "param")
 
 
@@ -30,6 +31,8 @@ def spell(selection: Selection, spelling: str) -> Selection:
     names = [n for n, t in selection.tensors.items() if t.family == MODEL]
     if not spelling or side_of(built_in(_MAP), names) != _SIDE:
         return selection
+    if spelling == SINGLE and not any(_STACK.search(n) or _BY_STATE.fullmatch(n) for n in selection.tensors):
+        return selection  # each under its number already: models before Megatron-core keep the names that they have
     groups: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
     spelled: dict[str, TensorEntry] = {}
     for name, entry in selection.tensors.items():
