@@ -28,8 +28,14 @@ def paths(a: object, b: object) -> list[tuple[object, ...]]:
 
 
 @given(cases.plain_values())
-def test_a_value_is_the_same_by_every_protocol(value):
-    assert [] == [p for protocol in cases.PROTOCOLS for p in differences(read(value, 0), read(value, protocol))]
+def test_a_value_is_the_same_by_every_binary_protocol(value):
+    """Protocol 0 writes floats as text, which loses the payload of a NaN."""
+    assert [] == [p for protocol in cases.PROTOCOLS[1:] for p in differences(read(value, 1), read(value, protocol))]
+
+
+@given(cases.plain_values().filter(lambda value: "nan" not in repr(value)))
+def test_a_value_without_nan_is_the_same_as_text(value):
+    assert [] == list(differences(read(value, 0), read(value, 4)))
 
 
 @pytest.mark.parametrize(
