@@ -196,10 +196,13 @@ def _write_plan(resharding: Resharding) -> None:
     plan, destination = resharding.conversion.plan, resharding.conversion.destination
     needs = f"{render_bytes_short(plan.space_bytes)} and {plan.inodes} inodes of free space are needed"
     render.write_data(f"{render_bytes_short(plan.bytes_written)} would be written to {destination}; {needs}")
-    _write_dropped(resharding)
+    _write_heard(resharding)
 
 
-def _write_dropped(resharding: Resharding) -> None:
+def _write_heard(resharding: Resharding) -> None:
+    """What people should hear of the source and of names, and what is not in the output."""
+    for note in resharding.conversion.notes:
+        render.write_data(note)
     for name in resharding.dropped[:_MAX_DROPPED]:
         render.write_data(f"dropped: {name}, which {resharding.target} cannot hold")
     more = len(resharding.dropped) - _MAX_DROPPED
@@ -210,9 +213,7 @@ def _write_dropped(resharding: Resharding) -> None:
 def _write_summary(resharding: Resharding) -> None:
     conversion = resharding.conversion
     plan, seal = conversion.plan, conversion.seal
-    _write_dropped(resharding)
-    for note in conversion.notes:
-        render.write_data(note)
+    _write_heard(resharding)
     for line in replica_lines(conversion.replicas):
         render.write_data(line)
     if conversion.resumed_bytes:

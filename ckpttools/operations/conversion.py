@@ -54,7 +54,7 @@ class Conversion:
     carried: tuple[TensorEntry, ...] = ()
     """Source tensors inside of objects that go over byte for byte."""
     notes: tuple[str, ...] = ()
-    """What people should hear of names that were converted."""
+    """What people should hear: of names that were converted, and of what the source cannot prove."""
     resumed_bytes: int = 0
     """Bytes that an earlier, interrupted run had written."""
     was_done: bool = False
@@ -105,7 +105,7 @@ def carry_out(conversion: Conversion, snapshot: Snapshot, manner: Manner) -> Con
             progress=manner.progress,
             overwrite=manner.is_overwriting,
             verify=is_verifying,
-            finish=_finisher(conversion, snapshot, proof, sealed),
+            finish=_finisher(conversion, snapshot, proof, sealed, target),
             watch=proof.watch,
         )
 
@@ -120,15 +120,26 @@ def carry_out(conversion: Conversion, snapshot: Snapshot, manner: Manner) -> Con
         except OtherwiseError as other:
             e.found = f"not what would be written: {other}"
             raise e from other
-    _require_readable(conversion)
+    if is_url(conversion.destination):
+        _require_readable(conversion, conversion.destination)
     return replace(_with_results(conversion, executed, sealed[0]), was_done=standing is not None)
 
 
-def _finisher(conversion: Conversion, snapshot: Snapshot, proof: SourceProof, sealed: list[Seal]) -> Finish:
-    """What is done when all is written and nothing is visible yet: prove the source, and seal."""
+def _finisher(
+    conversion: Conversion,
+    snapshot: Snapshot,
+    proof: SourceProof,
+    sealed: list[Seal],
+    target: LocalTarget | UrlTarget | StandingTarget,
+) -> Finish:
+    """What is done when all is written and (on a local disk) nothing is visible yet: prove the source, read, and seal."""
 
     def finish(executed: Executed) -> dict[str, bytes]:
         proof.require({conversion.plan.tensors[t.spec.name].source.name: t.source_digest for t in executed.tensors})
+        if isinstance(target, LocalTarget):
+            _require_readable(conversion, target.built)
+        elif isinstance(target, StandingTarget):
+            _require_readable(conversion, conversion.destination)
         inner = proof.digests_of(conversion.carried)
         sealed.append(_seal(conversion, snapshot, executed, inner))
         return {_seal_name(conversion): render_seal(sealed[0])}
@@ -177,6 +188,12 @@ def require_whole(snapshot: Snapshot, allowed: Sequence[str]) -> None:
         raise FindingsError(f"the source is not whole: {snapshot.checkpoint.path}", errors, hints=hints)
 
 
+def unproved(snapshot: Snapshot) -> tuple[str, ...]:
+    """What people should hear of a source that may lack a part without anything of it telling so."""
+    found = [f for f in snapshot.checkpoint.findings if f.code == "completeness-unproved"]
+    return tuple(f"not proved complete: {f.where}: nothing states {f.expected}; found {f.found}" for f in found)
+
+
 def companions(snapshot: Snapshot) -> list[FileEntry]:
     """Config and tokenizer files beside the source."""
     return [f for f in snapshot.checkpoint.files if f.role == "companion" and COMPANIONS.fullmatch(f.path)]
@@ -214,9 +231,9 @@ def _literal_digest(file: ArrangedFile) -> str:
     return digest_bytes(b"".join(literal.data for literal in file.literals))
 
 
-def _require_readable(conversion: Conversion) -> None:
-    """Our own reader understands what was written, and sees the tensors that were meant."""
-    checkpoint = open_snapshot(conversion.destination, is_located=True).checkpoint
+def _require_readable(conversion: Conversion, location: str) -> None:
+    """Our own reader understands what was written there, and sees the tensors that were meant."""
+    checkpoint = open_snapshot(location, is_located=True).checkpoint
     found = {t.name: (t.spec.dtype, t.spec.shape) for t in checkpoint.tensors if t.name in conversion.plan.tensors}
     meant = {name: (t.dtype, t.source.spec.shape) for name, t in conversion.plan.tensors.items()}
     errors = [f for f in checkpoint.findings if f.is_error]

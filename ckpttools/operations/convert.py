@@ -15,7 +15,15 @@ from ckpttools.dtypes import DType, parse_dtype
 from ckpttools.errors import UsageError
 from ckpttools.layouts import Snapshot, open_snapshot, safetensors, torch
 from ckpttools.model import Arrangement, Path, TensorSpec
-from ckpttools.operations.conversion import Conversion, Manner, carry_out, companions, require_replaceable, require_whole
+from ckpttools.operations.conversion import (
+    Conversion,
+    Manner,
+    carry_out,
+    companions,
+    require_replaceable,
+    require_whole,
+    unproved,
+)
 from ckpttools.operations.naming import Named, Naming, name_tensors
 from ckpttools.operations.nesting import mappings_of, order_of, sequences_of
 from ckpttools.operations.replicas import COMPARE, allowed, settle
@@ -73,7 +81,7 @@ def consolidate(
     selection = replace(selection, tensors=settled.tensors)
     named = name_tensors(selection, snapshot, naming) if naming is not None and naming.names else Named(selection, ())
     conversion = _plan(snapshot, named, destination, format, None if is_file else max_shard_bytes, dtype, is_file)
-    conversion = replace(conversion, replicas=settled.record, notes=named.notes)
+    conversion = replace(conversion, replicas=settled.record, notes=(*unproved(snapshot), *named.notes))
     if on_plan is not None:
         on_plan(conversion.plan)
     if is_dry_run:

@@ -14,7 +14,7 @@ from ckpttools.errors import UsageError
 from ckpttools.layouts import Snapshot, open_snapshot
 from ckpttools.model import Arrangement, FileEntry, Mesh
 from ckpttools.operations.apart import layers_apart
-from ckpttools.operations.conversion import Conversion, Manner, carry_out, companions, require_replaceable
+from ckpttools.operations.conversion import Conversion, Manner, carry_out, companions, require_replaceable, unproved
 from ckpttools.operations.deriving import without_derived
 from ckpttools.operations.draws import Draw, draws
 from ckpttools.operations.holding import Taken, take, unheld_error, without
@@ -92,7 +92,7 @@ def reshard(
     taken, assignment, request = _held(taken, into, ask, is_dropping=is_dropping, is_weights_only=bool(choice.is_weights_only))
     taken, record = _settled(taken, COMPARE if is_dry_run else replicas, manner)  # a dry run reads no values
     conversion = _conversion(snapshot, taken, into.arrange(request), destination)
-    conversion = replace(conversion, replicas=record, notes=notes)
+    conversion = replace(conversion, replicas=record, notes=(*unproved(snapshot), *notes))
     if on_plan is not None:
         on_plan(conversion.plan)
     if not is_dry_run:

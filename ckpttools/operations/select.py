@@ -105,6 +105,8 @@ def select(checkpoint: Checkpoint, choice: Choice, *, is_weights_only_by_default
     taken: dict[str, str] = {}
     for entry in chosen:
         name = choice.renaming.apply(entry.name)
+        if not name and entry.name:
+            raise ConversionError(f"a renaming leaves nothing of a name: {entry.name}")
         if name in taken:
             raise ConversionError(f"two tensors get one name: {name}", found=f"{taken[name]} and {entry.name}")
         taken[name] = entry.name

@@ -160,7 +160,7 @@ class _Reader:
 
     def sections(self, table: Mapping[str, object], place: str) -> tuple[int | str, ...]:
         found = table.get("sections", [])
-        if not isinstance(found, list) or not all(map(_is_section, found)) or len(found) == 1:
+        if not isinstance(found, list) or not all(map(_is_section, found)) or (len(found) < 2 and "sections" in table):
             expected = f"two or more of: a number of 1 or more, {', '.join(UNITS)}"
             raise self.error("`sections` is not a list of relative lengths", place, expected=expected)
         if {type(item) for item in found} == {int, str}:

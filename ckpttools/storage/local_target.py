@@ -313,6 +313,11 @@ class LocalTarget:
         with contextlib.suppress(OSError):  # something that is not ours lies in it
             os.rmdir(self._partial)
 
+    @property
+    def built(self) -> str:
+        """Where the output is until it gets its name; a directory, or the single file."""
+        return self._built(self._name) if self.is_file else self._files
+
     def _built(self, path: str) -> str:
         """Where an output file is while it is built; a single file under the destination's name, whatever its own."""
         return os.path.join(self._files, self._name if self.is_file else path)

@@ -123,6 +123,11 @@ class TestOptions:
         assert ckpttools("consolidate", SOURCE, out, *words).exit_code == 0
         assert "h.0.attention.wk.weight" in names_in(out)
 
+    def test_a_name_of_which_nothing_is_left_is_refused(self, ckpttools: Run, tmp_path: Path) -> None:
+        answer = ckpttools("consolidate", SOURCE, tmp_path / "out.safetensors", "--rename", r"^.*attention.*=")
+        assert answer.exit_code != 0
+        assert list(tmp_path.iterdir()) == []
+
     def test_include_reaches_into_every_family(self, ckpttools: Run, tmp_path: Path) -> None:
         out = tmp_path / "out.safetensors"
         assert ckpttools("consolidate", SOURCE, out, "--include", "optim.*exp_avg").exit_code == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckpttools.cli import reshard as cli
-from ckpttools.layouts import open_snapshot
-from ckpttools.operations import targets
+from ckpttools.layouts import Snapshot, open_snapshot
+from ckpttools.operations import conversion, targets
 from tests.conftest import Answer
 from tests.fixture_cases import FIXTURES
 
@@ -206,3 +207,32 @@ def test_names_of_mesh_axes_are_those_of_the_job(ckpttools: Run, tmp_path: Path)
     assert ckpttools("inspect", tmp_path / "out", "--json").document["mesh"] == {"dp_shard": 2}
     answer = ckpttools("reshard", SOURCE, tmp_path / "other", *arguments[:4], "--axis-name", "fsdp")
     assert (answer.exit_code, "write it like fsdp=dp_shard" in answer.stderr) == (2, True)
+
+
+class TestNothingThatCannotBeReadBackIsVisible:
+    """The reader is asked while the output has no name yet; a hidden partial directory is all that is left."""
+
+    @pytest.mark.parametrize("command", [("consolidate",), ("reshard", "--to", "dcp", "--mesh", "fsdp=2")])
+    def test_on_a_local_disk(
+        self, command: tuple[str, ...], ckpttools: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def read_all_but_one(location: str, **manner: bool) -> Snapshot:
+            snapshot = open_snapshot(location, **manner)
+            return replace(snapshot, checkpoint=replace(snapshot.checkpoint, tensors=snapshot.checkpoint.tensors[1:]))
+
+        monkeypatch.setattr(conversion, "open_snapshot", read_all_but_one)
+        answer = ckpttools(command[0], SOURCE, tmp_path / "out", *command[1:])
+        assert answer.exit_code == 1
+        assert "does not read back" in answer.stderr
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", [("consolidate",), ("reshard", "--to", "dcp", "--mesh", "fsdp=2")])
+def test_it_is_said_that_nothing_proves_a_source_complete(command: tuple[str, ...], ckpttools: Run, tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "torch" / "hfwriter_sharded_w2" / "ckpt", tmp_path / "in")
+    (tmp_path / "in" / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    answer = ckpttools(command[0], tmp_path / "in", tmp_path / "out", *command[1:])
+    assert answer.exit_code == 0
+    assert "not proved complete" in answer.stdout
+    told = ckpttools(command[0], tmp_path / "in", tmp_path / "out", *command[1:], "--json").document["notes"]
+    assert ["not proved complete" in note for note in told] == [True]

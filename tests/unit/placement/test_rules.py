@@ -135,6 +135,7 @@ class TestFormat:
             (RULE.replace('["a.weight"]', '"a.weight"'), "`tensors` is not a list of texts"),
             (RULE.replace("a.weight", "a.[weight"), "bad pattern `a.[weight`"),
             (RULE.replace("a.weight", "{layer}.weight"), "bad pattern `{layer}.weight`"),
+            (RULE + "sections = []", "`sections` is not a list of relative lengths"),
             (RULE + "sections = [1]", "`sections` is not a list of relative lengths"),
             (RULE + "sections = [1, 0]", "`sections` is not a list of relative lengths"),
             (RULE + 'sections = ["heads", "tails"]', "`sections` is not a list of relative lengths"),
