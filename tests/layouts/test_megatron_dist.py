@@ -384,3 +384,11 @@ class TestRuns:
 def test_fixture_of_every_distributed_kind_is_read():
     kinds = {json.loads(p.read_text())["kind"] for p in (FIXTURES / "megatron").glob("*/truth.json")}
     assert {"torch_dist", "zarr"} <= kinds
+
+
+def test_object_that_holds_tensors_goes_over_whole(ckpttools, tmp_path):
+    source = FIXTURES / "torch" / "dcp_overwritten_stale_files" / "ckpt"
+    answer = ckpttools("reshard", source, tmp_path / "out", "--to", "megatron-dist", "--mesh", "fsdp=2", "--drop")
+    assert answer.exit_code == 0, answer.said
+    assert ckpttools("validate", tmp_path / "out").exit_code == 0
+    assert digests(source)["tuple.1"] == digests(tmp_path / "out")["tuple.1"]

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from ckpttools.containers.dcp_arrange import Chunk, ObjectItem, arrange_directory
 from ckpttools.containers.torch_archive import arrange_archive, nest, object_archive, tensor_record
+from ckpttools.containers.trees import persistent_ids
 from ckpttools.errors import ConversionError
 from ckpttools.layouts.families import MODEL, OPTIMIZER
 from ckpttools.layouts.megatron_dist.settings import COMMON_NAME, METADATA_NAME
@@ -49,8 +50,8 @@ def arrange_ranks(
     for tensor in sharded:
         boxes = sorted(owned[tensor.spec.name].items(), key=lambda owned: owned[1])
         rows.append((tensor.spec, [Chunk(tensor.spec, box, rank) for box, rank in boxes]))
-    items = [o for o in objects if _SHARDED_OBJECT.fullmatch(o.name)]
-    rest = [o for o in objects if not _SHARDED_OBJECT.fullmatch(o.name)]
+    items = [o for o in objects if _is_apart(o)]
+    rest = [o for o in objects if not _is_apart(o)]
     *data, manifest = arrange_directory(rows, list(map(_item, items)), paths=None, files_per_rank=files_per_rank)
     stated = json.dumps(
         {
@@ -69,6 +70,15 @@ def refusals(tensors: Sequence[PlacedTensor]) -> dict[str, str]:
     """Name of a tensor -> why torch_dist has no place for it. Pure."""
     held = (MODEL, OPTIMIZER, _COMMON)
     return {t.spec.name: f"{t.family} of other ranks, which torch_dist keeps as objects" for t in tensors if t.family not in held}
+
+
+def _is_apart(entry: ObjectEntry) -> bool:
+    """Whether an object is an item of its own: by its name, or since only its bytes hold it (tensors lie inside of it)."""
+    if _SHARDED_OBJECT.fullmatch(entry.name):
+        return True
+    is_file = entry.extent is not None and entry.extent.container == "torch" and entry.extent.encoding is None
+    is_unread = entry.record is None and entry.kind != "NoneType"
+    return is_file and (is_unread or next(persistent_ids(entry.record), None) is not None)
 
 
 def _item(entry: ObjectEntry) -> ObjectItem:
