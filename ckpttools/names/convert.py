@@ -32,6 +32,8 @@ class Converted:
     """Names of source tensors that hold nothing of the model and were left behind."""
     cut: tuple[str, ...] = ()
     """What was cut off: padding rows of a vocabulary, in words."""
+    unsure: tuple[str, ...] = ()
+    """What was kept because nothing says whether it is padding, in words."""
 
 
 class NamesError(ConversionError):
@@ -56,6 +58,7 @@ class _Work:
     counts: Mapping[str, int]
     problems: list[str] = field(default_factory=list)
     cut: list[str] = field(default_factory=list)
+    unsure: list[str] = field(default_factory=list)
     made: list[Made] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
 
@@ -103,7 +106,7 @@ def convert(map_: NameMap, side: str, tensors: Sequence[TensorEntry], counts: Ma
     if work.problems:
         raise NamesError(map_.name, side, map_.other(side), tuple(work.problems))
     made = tuple(assemble(m, sources) for m in work.made)
-    return Converted(made, map_.name, tuple(dropped), tuple(dict.fromkeys(work.cut)))
+    return Converted(made, map_.name, tuple(dropped), tuple(dict.fromkeys(work.cut)), tuple(dict.fromkeys(work.unsure)))
 
 
 def _canonical(work: _Work, tensors: Sequence[TensorEntry]) -> tuple[list[TensorEntry], list[str]]:
@@ -288,6 +291,8 @@ def _true_rows(work: _Work, rule: Rule, source: TensorEntry) -> int:
     """The rows that mean something: all of them, unless a count says that the others are padding."""
     rows = source.spec.shape[0]
     count = work.counts.get(rule.padded, rows) if rule.padded else rows
+    if rule.padded and rule.padded not in work.counts:
+        work.unsure.append(f"all {rows} rows of {source.name}: nothing states how many of them pad the {rule.padded}")
     if count > rows:
         raise ValueError(f"{rule.padded} is {count}, and there are only {rows} rows")
     if count < rows:

@@ -75,6 +75,7 @@ def name_tensors(selection: Selection, snapshot: Snapshot, naming: Naming) -> Na
     steps = [c.map for c in converted]
     notes = [f"left behind: {n}" for c in converted for n in c.left]
     notes += [f"cut off: {text}" for c in converted for text in c.cut]
+    notes += [f"kept: {text}; give --setting vocab_size=N to cut them off" for c in converted for text in c.unsure]
     last = path[-1][0] if path else next((m for m in maps if wanted in m.sides), None)
     if naming.is_stacked and last is not None:
         entries = stacked(last, wanted, entries)
