@@ -58,8 +58,17 @@ def assemble(made: Made, sources: Mapping[str, TensorEntry]) -> TensorEntry:
         raise ConversionError(f"a {dtype} tensor cannot be cut: {entries[0].name}")
     pieces = [p for move in made.moves for p in _moved(sources[move.source].pieces, move, dtype.item_bytes)]
     replicas = [p for move in made.moves for p in _moved(sources[move.source].replicas, move, dtype.item_bytes)]
-    declared = all(entry.shape_is_declared for entry in entries)
-    return TensorEntry(spec, (made.name,), tuple(pieces), tuple(replicas), declared, entries[0].family)
+    stale = [p for move in made.moves for p in _moved(sources[move.source].stale_copies, move, dtype.item_bytes)]
+    return TensorEntry(
+        spec,
+        (made.name,),
+        tuple(pieces),
+        tuple(replicas),
+        shape_is_declared=all(entry.shape_is_declared for entry in entries),
+        family=entries[0].family,
+        replicas_may_differ=bool(replicas) and all(entry.replicas_may_differ for entry in entries if entry.replicas),
+        stale_copies=tuple(stale),
+    )
 
 
 def _moved(pieces: Sequence[Piece], move: Move, item_bytes: int) -> list[Piece]:
