@@ -240,5 +240,8 @@ def _require_readable(conversion: Conversion, location: str) -> None:
     if found != meant:
         differing = sorted(n for n in meant if found.get(n) != meant[n])
         errors += [Finding("missing-tensor", n, f"{meant[n][0]} {list(meant[n][1])}", "another or none") for n in differing[:20]]
+    known = meant.keys() | conversion.selection.aliases.keys() | {t.name for t in conversion.carried}
+    extra = sorted(t.name for t in checkpoint.tensors if t.name not in known)
+    errors += [Finding("extra-tensor", n, "none of this name", "one that was not to be written") for n in extra[:20]]
     if errors:
         raise FindingsError(f"what was written does not read back: {conversion.destination}", errors)

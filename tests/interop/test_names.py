@@ -18,6 +18,8 @@ from ckpttools.operations.reshard import reshard
 from ckpttools.operations.sealing import hash_tensors
 from tests.fixture_cases import Case
 
+pytest.importorskip("transformers", reason="needs transformers, which loads what we write")
+
 pytestmark = pytest.mark.interop
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 32}

@@ -134,17 +134,20 @@ class TestFiles:
 
 def edit_metadata(directory: Path, change) -> None:
     """Rewrite `.metadata`, trusted as it is our own fixture."""
+    pytest.importorskip("megatron.core", reason="needs megatron-core, whose classes the manifest names")
     metadata = pickle.loads((directory / ".metadata").read_bytes())
     change(metadata)
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 class TestFlattened:
+    @pytest.mark.interop
     def test_without_mcore_data_the_parameter_tells_the_shape(self, copy_of):
         directory = copy_of(snapshot(FLATTENED))
         edit_metadata(directory, lambda m: m.__dict__.pop("mcore_data"))
         assert digests(snapshot(FLATTENED)) == digests(directory)
 
+    @pytest.mark.interop
     @pytest.mark.parametrize("shape", [(2, 33, 48), (32, 48), (2, 32, 48, 1), (4, 16, 48), (0, 32, 48)], ids=str)
     def test_shape_that_does_not_fit_is_a_mismatch(self, copy_of, shape):
         directory = copy_of(snapshot(FLATTENED))
@@ -152,6 +155,7 @@ class TestFlattened:
         edit_metadata(directory, lambda m: m.mcore_data[name].update(nd_reformulated_orig_global_shape=shape))
         assert "piece-mismatch" in codes(validate(str(directory), depth="commit"))
 
+    @pytest.mark.interop
     @pytest.mark.parametrize("value", [5, {}, {"a": 1}, {1: {}}, [], {"a": {"nd_reformulated_orig_global_shape": "x"}}], ids=str)
     def test_mcore_data_of_another_form_is_passed_over(self, copy_of, value):
         directory = copy_of(snapshot(FLATTENED))
