@@ -241,6 +241,8 @@ def _require_readable(conversion: Conversion, location: str) -> None:
         differing = sorted(n for n in meant if found.get(n) != meant[n])
         errors += [Finding("missing-tensor", n, f"{meant[n][0]} {list(meant[n][1])}", "another or none") for n in differing[:20]]
     known = meant.keys() | conversion.selection.aliases.keys() | {t.name for t in conversion.carried}
+    # a name for bytes that were to be written is no further tensor: ZeRO 3's weights are its masters
+    known |= {name for group in checkpoint.aliases if not known.isdisjoint(group) for name in group}
     extra = sorted(t.name for t in checkpoint.tensors if t.name not in known)
     errors += [Finding("extra-tensor", n, "none of this name", "one that was not to be written") for n in extra[:20]]
     if errors:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ import pytest
 from ckpttools.layouts.per_rank.write import arrange_ranks
 from ckpttools.operations.reshard import reshard
 from tests.placement_cases import Written, mesh_of, place, some_placed, write
+from tests.rank_programs import run_ranks
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
@@ -28,10 +26,7 @@ def write_truth(written: Written, directory: Path) -> None:
 
 
 def run_program(program: str, *arguments: str) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, program, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=environment)
-    assert 0 == done.returncode, done.stderr[-3000:]
+    assert run_ranks(program, *arguments) == ""
 
 
 @pytest.mark.parametrize(

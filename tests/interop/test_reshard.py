@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from ckpttools.model import Mesh
 from ckpttools.operations.reshard import reshard
 from tests.fixture_cases import FIXTURES
 from tests.interop import dcp_ranks
+from tests.rank_programs import run_ranks
 
 pytestmark = pytest.mark.interop
 
@@ -33,16 +32,4 @@ def test_torch_loads_the_output_into_a_model_built_from_scratch(
 ) -> None:
     case = FIXTURES / "torch" / source
     reshard(str(case / "ckpt"), str(tmp_path / "out"), target="dcp", mesh=Mesh.parse(mesh))
-    command = [sys.executable, dcp_ranks.__file__, str(tmp_path / "out"), str(case / "truth.json"), kind, str(ranks)]
-    assert _run(command) == ""
-
-
-def _run(command: list[str]) -> str:
-    """What the ranks complain of. A rank that torch's own threads abort while the group is taken down is tried again."""
-    for _ in range(3):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        if done.returncode == 0:
-            return ""
-        if "terminated with signal SIGABRT" not in done.stderr:
-            break
-    return done.stderr[-2000:]
+    assert run_ranks(dcp_ranks.__file__, str(tmp_path / "out"), str(case / "truth.json"), kind, str(ranks)) == ""

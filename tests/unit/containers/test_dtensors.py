@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,21 +9,18 @@ import torch
 
 from ckpttools.layouts import Snapshot, open_snapshot
 from ckpttools.operations.validate import validate
+from tests.rank_programs import run_ranks
 from tests.unit.containers import dtensor_ranks
 from tests.unit.containers.torch_bytes import as_torch, streamed
 
 pytestmark = pytest.mark.slow
 MESHES = ("3", "2x2")
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module", params=MESHES)
 def saved_by_ranks(request, tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("ranks")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, dtensor_ranks.__file__, str(directory), request.param]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert run_ranks(dtensor_ranks.__file__, str(directory), request.param, rendezvous=directory / ".group") == ""
     return directory
 
 
