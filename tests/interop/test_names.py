@@ -126,7 +126,7 @@ def test_config_of_a_megatron_checkpoint_builds_the_model(tmp_path: Path) -> Non
     import transformers as hf
 
     path = next(Case("megatron", "tdist_tp2_model_only").targets()).path
-    values = (("norm_epsilon", "1e-5"), ("rotary_base", "10000"))
+    values = (("norm_epsilon", "1e-5"), ("rotary_base", "10000"), ("vocab_size", "96"))
     result = consolidate(str(path), str(tmp_path / "out"), naming=Naming(("hf",), None, values))
     assert () == result.notes
     model, told = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
