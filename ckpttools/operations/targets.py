@@ -94,36 +94,23 @@ class Target:
     """Whether a pipeline stage may hold several chunks of layers."""
 
 
+def _asked(function: Callable[..., Arrangement], request: Request, **options: object) -> Arrangement:
+    """What a layout's `arrange_ranks` makes of a request, with the options that it has beside the usual ones."""
+    return function(request.tensors, request.mesh, objects=request.objects, sequences=request.sequences, **options)
+
+
 def _dcp(request: Request) -> Arrangement:
-    return dcp.arrange_ranks(
-        request.tensors,
-        request.mesh,
-        objects=request.objects,
-        sequences=request.sequences,
-        files_per_rank=request.details.files_per_rank,
-    )
+    return _asked(dcp.arrange_ranks, request, files_per_rank=request.details.files_per_rank)
 
 
 def _safetensors(request: Request) -> Arrangement:
-    return dcp_hf.arrange_ranks(
-        request.tensors,
-        request.mesh,
-        objects=request.objects,
-        sequences=request.sequences,
-        aliases=request.aliases,
-        max_file_bytes=request.details.max_part_bytes,
-    )
+    size = request.details.max_part_bytes
+    return _asked(dcp_hf.arrange_ranks, request, aliases=request.aliases, max_file_bytes=size)
 
 
 def _vllm(request: Request) -> Arrangement:
-    return vllm.arrange_ranks(
-        request.tensors,
-        request.mesh,
-        objects=request.objects,
-        sequences=request.sequences,
-        aliases=request.aliases,
-        max_part_bytes=request.details.max_part_bytes,
-    )
+    size = request.details.max_part_bytes
+    return _asked(vllm.arrange_ranks, request, aliases=request.aliases, max_part_bytes=size)
 
 
 def _llama_rules(shapes: Mapping[str, Sequence[int]]) -> str:
@@ -133,30 +120,23 @@ def _llama_rules(shapes: Mapping[str, Sequence[int]]) -> str:
 
 
 def _llama(request: Request) -> Arrangement:
-    return llama.arrange_ranks(request.tensors, request.mesh, objects=request.objects, aliases=request.aliases)
+    return _asked(llama.arrange_ranks, request, aliases=request.aliases)
 
 
 def _megatron_dist(request: Request) -> Arrangement:
-    return megatron_dist.arrange_ranks(
-        request.tensors,
-        request.mesh,
-        objects=request.objects,
-        sequences=request.sequences,
-        files_per_rank=request.details.files_per_rank,
-    )
+    return _asked(megatron_dist.arrange_ranks, request, files_per_rank=request.details.files_per_rank)
 
 
 def _torch(request: Request, *, has_dtensors: bool) -> Arrangement:
-    return per_rank.arrange_ranks(
-        request.tensors,
-        request.mesh,
-        objects=request.objects,
-        sequences=request.sequences,
+    details = request.details
+    return _asked(
+        per_rank.arrange_ranks,
+        request,
         aliases=request.aliases,
         has_dtensors=has_dtensors,
-        torch_release=request.details.torch_release or "",
-        device_type=request.details.device_type,
-        axis_names=request.details.axis_names,
+        torch_release=details.torch_release or "",
+        device_type=details.device_type,
+        axis_names=details.axis_names,
     )
 
 
