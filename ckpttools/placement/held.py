@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpttools.errors import ConversionError
-from ckpttools.geometry import contiguous_runs
+from ckpttools.geometry import contiguous_runs, intersect
 from ckpttools.model import Box, Mesh, Slot, TensorSpec
-from ckpttools.placement.local import LocalTensor, PlacedTensor
+from ckpttools.placement.local import LocalTensor, Part, PlacedTensor
 
 _MAX_NAMED = 8
 
@@ -24,6 +24,23 @@ class HeldTensor:
     def spec(self) -> TensorSpec:
         """The rank's tensor, under the name of the global one."""
         return TensorSpec(self.tensor.spec.name, self.tensor.spec.dtype, self.local.shape)
+
+    @classmethod
+    def whole(cls, spec: TensorSpec) -> HeldTensor:
+        """A tensor of which the rank has all."""
+        return cls(PlacedTensor(spec, ()), LocalTensor(spec.shape, (Part(spec.box, spec.box),)))
+
+    def within(self, box: Box) -> HeldTensor:
+        """A box of the rank's own tensor, as a tensor."""
+        found = []
+        for part in self.local.parts:
+            shared = intersect(part.local, box)
+            if shared is not None and (shared.volume or not box.volume):
+                shift = [o - p for o, p in zip(shared.offsets, part.local.offsets, strict=True)]
+                offsets = tuple(o + d for o, d in zip(part.box.offsets, shift, strict=True))
+                place = tuple(o - b for o, b in zip(shared.offsets, box.offsets, strict=True))
+                found.append(Part(Box(offsets, shared.sizes), Box(place, shared.sizes)))
+        return HeldTensor(self.tensor, LocalTensor(box.sizes, tuple(found)))
 
     @property
     def is_whole(self) -> bool:

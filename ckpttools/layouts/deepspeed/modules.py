@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from ckpttools.containers.torch_entries import RankFile
 from ckpttools.findings import Finding
 from ckpttools.layouts.deepspeed.book import WEIGHT, Book
-from ckpttools.layouts.deepspeed.names import Names
+from ckpttools.layouts.deepspeed.names import Names, expert_name, layer_name
 from ckpttools.layouts.deepspeed.ranks import ModelFile, Ranks
 from ckpttools.layouts.deepspeed.states import Files, counts, table
 from ckpttools.layouts.families import MODEL
@@ -112,7 +112,7 @@ def _missing_layers(names: Names, ranks: Ranks, known: set[str], book: Book) -> 
     return [
         Finding(
             "missing-file",
-            f"{directory}{slash}layer_{n:02d}-model_{t:02d}-model_states.pt",
+            directory + slash + layer_name(n, t),
             f"one file for each of {len(layers)} layers and {ranks.tp} tensor-parallel ranks",
             found,
         )
@@ -149,7 +149,7 @@ def _missing_experts(names: Names, ranks: Ranks) -> list[Finding]:
     return [
         Finding(
             "missing-file",
-            f"{directory}{slash}layer_{layer}_expert_{e}_mp_rank_{mp:02d}_model_states.pt",
+            directory + slash + expert_name(layer, e, mp),
             f"one file for each of {len(wanted)} experts",
             found,
         )

@@ -115,6 +115,41 @@ def _most_common(prefixes: Iterable[str]) -> str:
     return max(counts, key=lambda p: (counts[p], p), default="")
 
 
+def model_name(mp: int, dp: int | None = None) -> str:
+    """The model file of a rank; with a data-parallel rank as ZeRO 3 has it. Pure."""
+    return f"{'' if dp is None else f'zero_pp_rank_{dp}_'}mp_rank_{mp:02d}_model_states.pt"
+
+
+def optimizer_name(mp: int, dp: int, *, is_bf16: bool) -> str:
+    """The file of a rank's part of the optimizer. Pure."""
+    return f"{'bf16_' * is_bf16}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
+
+
+def layer_name(layer: int, tp: int) -> str:
+    """The file of a pipeline's layer. Pure."""
+    return f"layer_{layer:02d}-model_{tp:02d}-model_states.pt"
+
+
+def expert_name(layer: int, expert: int, mp: int) -> str:
+    """The file of an expert, by its global number. Pure."""
+    return f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
+
+
+def expert_optimizer_name(ep: int, mp: int) -> str:
+    """The file of an expert-parallel rank's optimizer, where ZeRO is off. Pure."""
+    return f"expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt"
+
+
+def state_name(parameter: str, state: str) -> str:
+    """The file of a universal checkpoint that holds one state of a parameter. Pure."""
+    return f"zero/{parameter}/{state}.pt"
+
+
+def stem_of(path: str) -> str:
+    """What the name of a rank's model file begins with: the word for the rank. Pure."""
+    return path.rpartition("/")[2].removesuffix("_model_states.pt")
+
+
 def rank_sibling(path: str, rank: int) -> str:
     """The name that the file of another data-parallel rank has. Pure."""
     directory, slash, name = path.rpartition("/")

@@ -13,26 +13,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 from ckpttools.findings import Finding
 from ckpttools.layouts.deepspeed.book import MASTER, Book
+from ckpttools.layouts.deepspeed.flat import Member, members_of, slices_of
 from ckpttools.layouts.deepspeed.parts import Key, flat_pieces
 from ckpttools.layouts.deepspeed.ranks import ModelFile, OptimizerFile
 from ckpttools.layouts.deepspeed.states import Files, Shapes, Stored, count, counts, items, members, numbered, table
 from ckpttools.pickles.views import kind_of
 
 _FLAT_STATES = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer", "max_exp_avg_sq", "sum", "square_avg"})
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A parameter in a group's flat vector."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +64,9 @@ def read_partitions(book: Book, files: Files, model: ModelFile, ranks: Mapping[i
         stated = first.partitions
         parts = stated[g] if g < len(stated) and stated[g] else dp
         for names, sharers in _sharers(group_shapes, ranks, parts, dp, first):
-            members_of = _members(group_shapes, names, _alignment(first, g))
+            placed = members_of(((names.get(n, n), s) for n, s in group_shapes.items()), _alignment(first, g))
             shares = [_read_share(book, files, file, g, index) for index, file in sharers]
-            _read_group(book, files, model, g, members_of, [s for s in shares if s.vectors], parts, tp=tp)
+            _read_group(book, files, model, g, placed, [s for s in shares if s.vectors], parts, tp=tp)
 
 
 def _sharers(
@@ -129,15 +119,6 @@ def split_expert(name: str) -> tuple[str, int | None, str]:
 def _alignment(first: OptimizerFile, g: int) -> list[int]:
     paddings = items(first.top.get("param_alignment_paddings"))
     return counts(paddings[g]) if g < len(paddings) else []
-
-
-def _members(shapes: Shapes, names: Mapping[str, str], paddings: Sequence[int]) -> list[Member]:
-    found, start = [], 0
-    for i, (name, shape) in enumerate(shapes.items()):
-        stop = start + prod(shape)
-        found.append(Member(names.get(name, name), shape, start, stop))
-        start = stop + (paddings[i] if i < len(paddings) else 0)
-    return found
 
 
 def _read_share(book: Book, files: Files, file: OptimizerFile, g: int, index: int) -> Share:
@@ -278,11 +259,7 @@ def _check_slices(files: Files, share: Share, g: int, group: Sequence[Member], l
     is_shuffled = table(share.file.config.get("zero_optimization")).get("round_robin_gradients") is True
     if is_shuffled or g >= len(mappings) or not table(mappings[g]):  # with round robin, DeepSpeed itself writes wrong names
         return
-    expected = {}
-    for member in group:
-        start, stop = max(member.start, low), min(member.stop, low + size)
-        if start < stop:
-            expected[member.name] = (start - low, stop - start)
+    expected = slices_of(group, low, size)
     stated = {}
     for name, record in table(mappings[g]).items():
         part = members(record)

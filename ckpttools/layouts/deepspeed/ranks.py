@@ -9,7 +9,7 @@ from itertools import islice
 
 from ckpttools.containers.torch_entries import RankFile
 from ckpttools.findings import Finding
-from ckpttools.layouts.deepspeed.names import Names, model_sibling, rank_sibling
+from ckpttools.layouts.deepspeed.names import Names, model_sibling, optimizer_name, rank_sibling
 from ckpttools.layouts.deepspeed.states import (
     Files,
     Shapes,
@@ -238,7 +238,7 @@ def _missing(ranks: Ranks, names: Names) -> Iterator[Finding]:
         sample = next(iter(names.optimizer.values()), "")
         if not sample:
             directory, slash, _ = next(iter(names.model.values()), "").rpartition("/")
-            sample = f"{directory}{slash}{'bf16_' * ranks.is_bf16}zero_pp_rank_0_mp_rank_00_optim_states.pt"
+            sample = directory + slash + optimizer_name(0, 0, is_bf16=ranks.is_bf16)
         found.append((names.optimizer, sample, (ranks.dp, mp)))
     for there, sample, (dp_size, mp_size) in found:
         total = dp_size * mp_size

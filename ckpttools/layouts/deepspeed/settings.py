@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from math import prod
+from collections.abc import Mapping
 
 from ckpttools.containers.torch_entries import RankFile
 from ckpttools.containers.trees import TreeLimitError, leaves
 from ckpttools.findings import Finding
 from ckpttools.layouts.deepspeed.book import Book
+from ckpttools.layouts.deepspeed.flat import DEFAULT_SUB_GROUP, join_sub_groups, undo_round_robin
+from ckpttools.layouts.deepspeed.names import stem_of
 from ckpttools.layouts.deepspeed.partitions import states_of
 from ckpttools.layouts.deepspeed.ranks import OptimizerFile, Ranks
 from ckpttools.layouts.deepspeed.states import Files, count, counts, items, members, numbered, table
@@ -22,8 +23,6 @@ _LAYOUT_KEYS = frozenset(
 )
 """What says how tensors are stored; it is read, and is no state."""
 _WHOLE_KEYS = frozenset({"buffer_names", "ds_config", "args", "universal_checkpoint_info", "checkpoint_parallel_dimensions"})
-DEFAULT_SUB_GROUP = 10**9
-"""Elements of a rank's parts in one sub-group of ZeRO 3, where the configuration does not say."""
 _FLAT_KEYS = frozenset(
     {
         "base_optimizer_state",
@@ -47,7 +46,7 @@ def read_client_state(book: Book, files: Files, ranks: Ranks) -> list[TensorEntr
     seen: dict[Path, str] = {}
     for key in sorted(ranks.models, key=lambda k: (k[1], k[0])):
         model = ranks.models[key]
-        own: Path = () if model is first else (model.path.rpartition("/")[2].removesuffix("_model_states.pt"),)
+        own: Path = () if model is first else (stem_of(model.path),)
         for name, record in model.top.items():
             if name in _LAYOUT_KEYS or record is None:
                 continue
@@ -115,25 +114,11 @@ def add_parameter_names(book: Book, ranks: Ranks, groups: int) -> None:
     config = table(members(first.top.get("ds_config")).get("zero_optimization"))
     if ranks.stage == 3 and len(names) != groups:
         most = count(config.get("sub_group_size")) or DEFAULT_SUB_GROUP
-        joined: list[list[str]] = [[]]
-        for shapes in first.shapes:
-            joined[-1] += shapes
-            if sum(-(-prod(s) // ranks.dp) for s in shapes.values()) < most:
-                joined.append([])
-        names = [g for g in joined if g]
+        names = join_sub_groups(first.shapes, most, ranks.dp)
     elif ranks.stage == 2 and config.get("round_robin_gradients") is True:
         names = [undo_round_robin(g, ranks.dp) for g in names]
     if len(names) == groups:
         _add(book, ("optimizer", "param_names"), names)
-
-
-def undo_round_robin(names: Sequence[str], ranks: int) -> list[str]:
-    """The order before every `ranks`-th was put together: [0, n, 2n, ..., 1, n + 1, ...] becomes [0, 1, 2, ...]. Pure."""
-    order = [i for first in range(ranks) for i in range(first, len(names), ranks)]
-    found = [""] * len(names)
-    for place, name in zip(order, names, strict=True):
-        found[place] = name
-    return found
 
 
 def _add(book: Book, path: Path, record: object) -> None:

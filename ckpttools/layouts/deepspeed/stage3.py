@@ -17,6 +17,7 @@ from math import prod
 
 from ckpttools.findings import Finding
 from ckpttools.layouts.deepspeed.book import MASTER, WEIGHT, Book
+from ckpttools.layouts.deepspeed.flat import share_of
 from ckpttools.layouts.deepspeed.parts import Key, flat_pieces
 from ckpttools.layouts.deepspeed.ranks import ModelFile, OptimizerFile
 from ckpttools.layouts.deepspeed.states import Files, Stored, count, items, numbered, table
@@ -60,7 +61,7 @@ def read_stage3(
     shapes = [(name, shape, g) for g, group in enumerate(groups) for name, shape in group.items()]
     for rank, file in ranks.items():
         place = [_partition(file, g, rank, dp) for g in range(len(groups))]
-        parts = [-(-prod(shape) // place[g][0]) for _, shape, g in shapes]
+        parts = [share_of(prod(shape), place[g][0]) for _, shape, g in shapes]
         offsets = [0, *accumulate(parts)]
         for stretch in _stretches(files, file):
             held = stretch.starts[-1] + (stretch.groups[-1].numel if stretch.groups[-1] else 0)
@@ -135,7 +136,7 @@ def read_frozen(book: Book, files: Files, models: Mapping[int, ModelFile], *, tp
         for name, shape in model.frozen_shapes.items():
             record = model.fragments.get(name)
             stored = files.locate(model.file, record, f"part of `{name}`") if record is not None else None
-            part = -(-prod(shape) // dp)
+            part = share_of(prod(shape), dp)
             if stored is None:
                 files.findings.append(Finding("uncovered", f"`{name}` in {model.path}", f"a part of {part} elements", "none"))
                 continue

@@ -13,7 +13,7 @@ from math import prod
 
 from ckpttools.findings import Finding
 from ckpttools.layouts.deepspeed.book import MASTER, WEIGHT, Book
-from ckpttools.layouts.deepspeed.names import Names
+from ckpttools.layouts.deepspeed.names import Names, state_name
 from ckpttools.layouts.deepspeed.parts import whole_piece
 from ckpttools.layouts.deepspeed.ranks import OptimizerFile, Ranks
 from ckpttools.layouts.deepspeed.stage3 import add_numbers, read_frozen
@@ -71,8 +71,6 @@ def _missing(names: Names, ranks: Ranks, trained: set[str]) -> list[Finding]:
     wanted = {s for s, n in usual.items() if 2 * n > len(trained)} | {"fp32"}
     sample = next(iter(names.universal.values()), names.settings)
     root = sample[: sample.index("zero/")] if "zero/" in sample else ""
-    absent = [
-        f"{root}zero/{name}/{state}.pt" for name in sorted(trained) for state in sorted(wanted) if state not in states[name]
-    ]
+    absent = [root + state_name(name, state) for name in sorted(trained) for state in sorted(wanted) if state not in states[name]]
     found = f"{len(names.universal)} files"
     return [Finding("missing-file", path, "a file for every state of every parameter", found) for path in absent[:_MAX_NAMED]]
