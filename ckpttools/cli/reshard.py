@@ -104,7 +104,9 @@ def _axis_names(_ctx: click.Context, _param: click.Parameter, value: tuple[str, 
 )
 @options.choice
 @options.names
-@click.option("--weights-only", is_flag=True, help="The model's tensors alone, without optimizer state and objects.")
+@click.option(
+    "--weights-only", is_flag=True, help="The model's tensors alone, without optimizer state and objects (but Megatron's `args`)."
+)
 @click.option("--drop", is_flag=True, help="Leave behind what the target cannot hold.")
 @options.allow_findings
 @options.output

@@ -11,7 +11,7 @@ from ckpttools.layouts import Snapshot
 from ckpttools.layouts.families import MODEL
 from ckpttools.model import TensorEntry
 from ckpttools.operations.conversion import require_whole
-from ckpttools.operations.select import Choice, Selection, select
+from ckpttools.operations.select import Choice, Selection, arguments_of, select
 from ckpttools.operations.targets import Target
 
 _MAX_NAMED = 12
@@ -47,6 +47,8 @@ def take(snapshot: Snapshot, target: Target, choice: Choice, allowed: Sequence[s
     choice = choice if target.shares_storage else replace(choice, is_expanding_tied=True)
     everything = select(located.checkpoint, choice, is_weights_only_by_default=False)
     objects = everything.objects if target.holds_objects else ()
+    if target.keeps_arguments and choice.is_weights_only:
+        objects = arguments_of(located.checkpoint, choice)
     held = {n: t for n, t in everything.tensors.items() if target.holds_state or t.family == MODEL or choice.include}
     unheld = {n: f"{t.family} state" for n, t in everything.tensors.items() if n not in held}
     unheld |= {} if target.holds_objects else {o.name: f"{o.kind}, no tensor" for o in everything.objects}

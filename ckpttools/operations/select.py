@@ -122,6 +122,12 @@ def select(checkpoint: Checkpoint, choice: Choice, *, is_weights_only_by_default
     return Selection(tensors, aliases, objects, tuple(t.name for t in left), widened)
 
 
+def arguments_of(checkpoint: Checkpoint, choice: Choice) -> tuple[ObjectEntry, ...]:
+    """The arguments of the training run, which say of what kind the model is, unless they are excluded. Pure."""
+    places = (("args",), ("common", "args"))
+    return tuple(o for o in checkpoint.objects if o.path in places and not _matches(o.name, choice.exclude))
+
+
 def _masters(checkpoint: Checkpoint, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Each weight's master in its place, where it has one. Raises ConversionError when no weight has."""
     found = {name: checkpoint.by_name.get(t.rounded_from, t) for name, t in tensors.items()}

@@ -92,6 +92,8 @@ class Target:
     """Whether each layer and expert is a tensor of its own, so that stacks of a source are taken apart."""
     has_virtual_stages: bool = False
     """Whether a pipeline stage may hold several chunks of layers."""
+    keeps_arguments: bool = False
+    """Whether its loader looks up the model in the arguments of the training run: they go along with the weights alone."""
 
 
 def _asked(function: Callable[..., Arrangement], request: Request, **options: object) -> Arrangement:
@@ -244,6 +246,7 @@ TARGETS = (
         lambda request: megatron_dist.refusals(request.tensors) | dcp.refusals(request.objects),
         holds_whole_items=True,
         spelling="stacked",
+        keeps_arguments=True,
     ),
     Target(
         "megatron-legacy",
@@ -254,6 +257,7 @@ TARGETS = (
         parts_layers=True,
         has_virtual_stages=True,
         spelling="single",
+        keeps_arguments=True,
     ),
 )
 """In the order in which help lists them."""

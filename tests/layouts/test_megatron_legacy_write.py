@@ -11,6 +11,7 @@ from ckpttools.errors import ConversionError, UsageError
 from ckpttools.model import Mesh
 from ckpttools.operations.place import Placing
 from ckpttools.operations.reshard import reshard
+from ckpttools.operations.select import Choice
 from ckpttools.operations.targets import Details
 from ckpttools.operations.validate import validate
 from tests.fixture_cases import FIXTURES
@@ -198,3 +199,43 @@ class TestFromSharded:
         source = FIXTURES / "megatron/tdist_tp2_model_only/ckpt/iter_0000010"
         args = loaded(lay_out(source, tmp_path / "to", "tp=1"))["mp_rank_00/model_optim_rng.pt"]["args"]
         assert (1, "torch") == (args.tensor_model_parallel_size, args.ckpt_format)
+
+
+class TestTiedEmbeddingsWithTheWeightsAlone:
+    """The last stage holds a copy of the embedding under the head's name; the arguments say which of the two it is."""
+
+    def lay_out(self, source: Path, destination: Path, mesh: str, exclude: tuple[str, ...] = ()) -> dict[str, object]:
+        choice = Choice(is_weights_only=True, exclude=exclude)
+        reshard(str(source), str(destination), target="megatron-legacy", mesh=Mesh.parse(mesh), choice=choice)
+        return loaded(destination)
+
+    @pytest.mark.parametrize("optimizer", ["", "positions", "buffers"])
+    def test_the_arguments_go_along(self, optimizer, tmp_path):
+        source = Ranks(pp=2, optimizer=optimizer).write(Model(is_tied=True), tmp_path / "from")
+        files = self.lay_out(source, tmp_path / "to", "tp=2,pp=4")
+        assert {"args", "checkpoint_version", "model"} == set(files["mp_rank_01_003/model_optim_rng.pt"])
+        args = files["mp_rank_01_003/model_optim_rng.pt"]["args"]
+        assert (4, 16, False, 2, 4) == (
+            args.num_layers,
+            args.hidden_size,
+            args.untie_embeddings_and_output_weights,
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+        )
+        copy = files["mp_rank_01_003/model_optim_rng.pt"]["model"]["output_layer.weight"]
+        assert torch.equal(copy, files["mp_rank_01_000/model_optim_rng.pt"]["model"]["embedding.word_embeddings.weight"])
+        assert "ok" == validate(str(tmp_path / "to")).verdict
+
+    def test_without_arguments_the_new_ones_say_that_it_is_tied(self, tmp_path):
+        source = Ranks(tp=2).write(Model(is_tied=True), tmp_path / "from")
+        files = self.lay_out(source, tmp_path / "to", "pp=2", exclude=("args",))
+        assert files["mp_rank_00_001/model_optim_rng.pt"]["args"].untie_embeddings_and_output_weights is False
+        assert "ok" == validate(str(tmp_path / "to")).verdict
+
+    def test_a_body_without_a_head_that_is_not_tied_gets_none(self, tmp_path):
+        source = Ranks(tp=2).write(Model(), tmp_path / "from")
+        files = self.lay_out(source, tmp_path / "to", "pp=2", exclude=("output_layer.weight",))
+        last = files["mp_rank_00_001/model_optim_rng.pt"]
+        assert last["args"].untie_embeddings_and_output_weights is True
+        assert "output_layer.weight" not in last["model"]
+        assert "ok" == validate(str(tmp_path / "to")).verdict

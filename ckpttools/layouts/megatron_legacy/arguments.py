@@ -54,6 +54,11 @@ class Arguments:
         """Whether the output layer is said to be the embedding."""
         return self.flag("untie_embeddings_and_output_weights") is False
 
+    @property
+    def is_untied(self) -> bool:
+        """Whether it is said not to be."""
+        return self.flag("untie_embeddings_and_output_weights") is True
+
 
 def parallel(arguments: Arguments, paths: Sequence[RankPath]) -> Parallel:
     """The mesh that the arguments state; where they do not, or state one beyond all reason, that of the files. Pure."""

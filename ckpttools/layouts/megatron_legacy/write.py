@@ -17,7 +17,7 @@ from ckpttools.errors import ConversionError
 from ckpttools.layouts.megatron_legacy.arguments import Arguments
 from ckpttools.layouts.megatron_legacy.names import BUFFER_FILE, MODEL_FILES, Parallel, Place
 from ckpttools.layouts.megatron_legacy.numbering import parse_layer
-from ckpttools.layouts.megatron_legacy.rules import LOCAL_EXPERT
+from ckpttools.layouts.megatron_legacy.rules import EMBEDDING, LOCAL_EXPERT
 from ckpttools.layouts.megatron_legacy.spelling import ChunkNames, Speller, chunks_of
 from ckpttools.layouts.megatron_legacy.write_optimizer import OptimizerWriter, Records
 from ckpttools.model import ArrangedFile, Arrangement, Mesh, ObjectEntry, Path, PathKey
@@ -113,7 +113,6 @@ class _Writer:
     ) -> None:
         sizes = dict(mesh.axes)
         self._mesh = mesh
-        self._model = model
         self._objects = [replace(o, path=_shared_path(o.path)) for o in objects]
         self._sequences = sequences
         tp = sizes.get("tp", 1)
@@ -122,6 +121,8 @@ class _Writer:
         self._uneven = _uneven_stages(model, self._parallel)
         self._args = next((o.record for o in self._objects if o.path == ("args",)), None)
         self._arguments = Arguments.read(self._args)
+        self._model = [_at_the_first_stage(t) for t in model] if self._arguments.is_untied else model
+        self._has_copy = any(t.spec.name == EMBEDDING and self._is_at_the_last_stage(t) for t in self._model)
         _require_whole_heads(self._arguments, tp)
         if self._arguments.flag("moe_grouped_gemm") and self._is_transposed() and any(map(LOCAL_EXPERT.fullmatch, self._names)):
             raise ConversionError(
@@ -129,6 +130,9 @@ class _Writer:
                 found="moe_grouped_gemm without Transformer Engine in the arguments",
             )
         self._optimizer = OptimizerWriter(tensors, self._objects, self._arguments, self._parallel)
+
+    def _is_at_the_last_stage(self, tensor: PlacedTensor) -> bool:
+        return self._parallel.pp > 1 and self._parallel.pp - 1 in dict(tensor.placement.held_at).get("pp", ())
 
     def _is_transposed(self) -> bool:
         values = self._arguments.values
@@ -170,6 +174,7 @@ class _Writer:
         known = dict(self._arguments.values)
         changed |= {name: None for name in _STAGE_SETTINGS if known.get(name) is not None} | self._uneven
         changed |= {"expert_tensor_parallel_size": p.tp} if known.get("expert_tensor_parallel_size") is not None else {}
+        changed |= {"untie_embeddings_and_output_weights": False} if self._has_copy else {}
         changed |= {"rank": rank} if "rank" in known else {}
         changed |= {name: value for name, value in _FORMAT.items() if name in known}
         if isinstance(self._args, Object):
@@ -201,6 +206,15 @@ class _Writer:
             if last == "_extra_state" and module in modules and (entry.record is not None or entry.kind == "NoneType"):
                 found[f"{modules[module]}.{last}"] = entry.record
         return found
+
+
+def _at_the_first_stage(tensor: PlacedTensor) -> PlacedTensor:
+    """The same; an embedding that is no head is the first stage's alone, though there may be no head (a classifier's body)."""
+    stages = dict(tensor.placement.held_at).get("pp", ())
+    if tensor.spec.name != EMBEDDING or len(stages) < 2:
+        return tensor
+    held_at = tuple((axis, stages[:1] if axis == "pp" else places) for axis, places in tensor.placement.held_at)
+    return replace(tensor, placement=replace(tensor.placement, held_at=held_at))
 
 
 def _chunk_count(model: Sequence[PlacedTensor], mesh: Mesh) -> int:
