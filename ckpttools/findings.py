@@ -238,6 +238,7 @@ TABLE: tuple[Code, ...] = (
         ERROR,
         "a tracker or a link of a run directory names a snapshot that is missing or not committed",
         "start from what `ckpttools latest` prints, not from the tracker",
+        True,
     ),
     Code(
         "order-disagrees",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import click
 
 from ckpttools.cli import documents, options, render
-from ckpttools.cli.session import snapshot_bytes, take_roots
+from ckpttools.cli.session import snapshot_bytes, take_roots, take_with_findings
 from ckpttools.errors import ExitCode
 from ckpttools.operations.validate import Validation
 from ckpttools.units import render_bytes_short
@@ -58,6 +58,7 @@ def command(
 ) -> ExitCode:
     """Check that a snapshot is whole: committed, complete, undamaged, and as its seal says if it has one.
 
+    In a run directory a tracker that names a snapshot that is not there is an error too, since trainers restart from it.
     Stored checksums and replicas on different ranks are compared with the bytes. Without a seal or --against, a flipped
     bit in a file whose format has no checksum (safetensors, files of torch before 1.6) cannot be seen.
     """
@@ -65,13 +66,14 @@ def command(
 
     if depth != "full" and (against or finite):
         raise click.UsageError("--against and --finite read every value, so they need --depth full")
-    location, further = take_roots(path, roots)
+    location, further, known = take_with_findings(path, roots)
     other, other_roots = take_roots(against, ()) if against else (None, ())
     total_bytes = snapshot_bytes(location, further) if depth == "full" else 0
     with render.progress("validating", total_bytes, is_quiet=quiet, is_verbose=verbose) as report:
         result = validate(
             location,
             roots=further,
+            known=known,
             depth=depth,
             against=other,
             against_roots=other_roots,

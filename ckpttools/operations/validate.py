@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ckpttools.containers.copies import compare_rest, with_roots
 from ckpttools.digest import new_hasher
@@ -47,6 +48,7 @@ def validate(
     location: str,
     *,
     roots: Sequence[str] = (),
+    known: Sequence[Finding] = (),
     depth: str = "full",
     against: str | None = None,
     against_roots: Sequence[str] = (),
@@ -60,6 +62,7 @@ def validate(
 
     Args:
         roots: further places that hold files of the same snapshot.
+        known: what was found wrong on the way to it; part of the verdict.
         depth: `commit` (names and lengths), `structure` (every container opened), `full` (every byte read).
         against: a seal, a hash list, or another snapshot in any layout; compared at depth `full`.
         against_roots: further places that hold files of that other snapshot.
@@ -75,33 +78,21 @@ def validate(
     algorithm = seal.algorithm if seal else "blake3"
     if against is not None:
         other = open_side(against, roots=against_roots, algorithm=algorithm, jobs=jobs, memory_bytes=memory_bytes)
-        algorithm = algorithm if seal else other.algorithm
 
-    def read_all(algorithm: str, *, is_checking: bool) -> Scan:
-        return scan(
-            snapshot.source,
-            snapshot.checkpoint,
-            algorithm=algorithm,
-            checksums=is_checking,
-            replicas=is_checking,
-            roundings=is_checking,
-            values=is_checking and finite,
-            jobs=jobs,
-            memory_bytes=memory_bytes,
-            progress=progress,
-        )
-
-    scanned = read_all(algorithm, is_checking=True) if depth == "full" else Scan()
+    read_all = partial(scan, snapshot.source, snapshot.checkpoint, jobs=jobs, memory_bytes=memory_bytes, progress=progress)
+    scanned = Scan()
+    if depth == "full":
+        scanned = read_all(algorithm=algorithm, checksums=True, replicas=True, roundings=True, values=finite)
     is_told = any(f.is_error for f in findings)  # then what is uncovered was said, or follows from what was
     findings += [f for f in scanned.findings if not (is_told and f.code in ("uncovered", "pieces-overlap"))]
     findings += compare_rest(snapshot.source, snapshot.checkpoint) if depth == "full" else []
     if seal is not None:
         findings += _check_seal(snapshot, seal, scanned, depth, memory_bytes)
     if other is not None:  # sealed by one algorithm and compared by another takes a second pass
-        again = scanned if other.algorithm == algorithm else read_all(other.algorithm, is_checking=False)
+        again = scanned if other.algorithm == algorithm else read_all(algorithm=other.algorithm)
         findings += other.findings
         findings += compare(_side(snapshot, again, other.algorithm, seal), other, allow_missing=allow_missing)
-    told = with_roots(findings, snapshot.checkpoint.files)
+    told = (*known, *with_roots(findings, snapshot.checkpoint.files))
     return _validation(snapshot.checkpoint, depth, told, scanned, is_sealed=seal is not None)
 
 

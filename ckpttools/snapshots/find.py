@@ -6,13 +6,14 @@ A name tells a step; whether a snapshot is committed is told by its layout. Modi
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ckpttools.errors import FindingsError, NotRecognisedError, RefusedError, UsageError
+from ckpttools.findings import WARNING, Finding
 from ckpttools.layouts import open_snapshot, sniff
 from ckpttools.snapshots.names import is_number, parse_step
-from ckpttools.snapshots.runs import Run, candidates, run_of
+from ckpttools.snapshots.runs import Run, candidates, read_run, run_of
 from ckpttools.snapshots.trackers import LAST
 from ckpttools.storage.source import Listing, open_source
 from ckpttools.storage.tree import Tree, read_tree
@@ -26,6 +27,8 @@ class Resolved:
     notes: tuple[str, ...] = ()
     roots: tuple[str, ...] = ()
     """Further places that hold files of it."""
+    findings: tuple[Finding, ...] = ()
+    """What is wrong with the run directory that was named, whatever its snapshot is like."""
 
 
 def resolve(location: str, roots: Sequence[str] = ()) -> Resolved:
@@ -60,7 +63,8 @@ def resolve(location: str, roots: Sequence[str] = ()) -> Resolved:
         if checkpoint.commit.is_committed and not absent:
             kind = "is a run directory" if len(locations) == 1 else f"and {len(roots)} more are run directories"
             notes.append(f"{location} {kind}; took its newest committed snapshot, {path}{share}")
-            return Resolved(inner[0], tuple(notes), tuple(inner[1:]))
+            dangling = [f for place in runs for f in _dangling(read_run(place), taken=path)]
+            return Resolved(inner[0], tuple(notes), tuple(inner[1:]), tuple(dangling))
         why = f"not complete: {absent[0].where}: {absent[0].found}" if absent and share else "not committed"
         notes.append(f"passed over {path}{share}: {why}")
         last = FindingsError(f"no committed snapshot in run directory: {location}", absent or checkpoint.findings)
@@ -75,6 +79,14 @@ def _steps(location: str) -> list[tuple[str, int]]:
     tree = read_tree(location)
     found = sorted(candidates(tree), key=lambda c: (-c[1], c[0]))
     return [] if not found or is_snapshot(tree, [path for path, _ in found]) else found
+
+
+def _dangling(run: Run, taken: str) -> Iterator[Finding]:
+    """Trackers and links that name no snapshot; one that is not committed may be about to be, so naming it is a warning."""
+    for claim in run.claims:
+        if not claim.is_met and claim.path != taken:
+            finding = replace(claim.finding(run.states.get(claim.path, "")), where=run.place_of(claim.tracker))
+            yield replace(finding, severity=WARNING) if claim.path else finding
 
 
 def _require_runs(others: Sequence[str], run: str) -> None:

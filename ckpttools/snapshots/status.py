@@ -11,6 +11,7 @@ from ckpttools.findings import Finding
 from ckpttools.snapshots.candidate import Snapshot, render_progress
 from ckpttools.snapshots.policy import DAMAGED, UNFINISHED, Room
 from ckpttools.snapshots.runs import Run
+from ckpttools.snapshots.trackers import describe_dangling
 from ckpttools.storage.tree import Measure
 from ckpttools.units import render_bytes, render_duration
 
@@ -149,11 +150,7 @@ def _fits(room: Room, length_bytes: int | None, inodes: int | None) -> int | Non
 
 
 def _with_alerts(status: Status, limits: Limits) -> Status:
-    alerts = [
-        Alert("unreadable", f"{f.where} cannot be read: {f.found}") if f.code == "unreadable-file" else Alert("tracker", _told(f))
-        for f in status.findings
-        if f.is_error
-    ]
+    alerts = [_alert(f) for f in status.findings if f.is_error]
     if status.newest is None:
         alerts.append(Alert("no-commit", "no committed snapshot"))
     elif status.due_in_s is not None and status.due_in_s < 0:
@@ -163,8 +160,10 @@ def _with_alerts(status: Status, limits: Limits) -> Status:
     return replace(status, alerts=tuple(alerts))
 
 
-def _told(finding: Finding) -> str:
-    return f"{finding.where} names {finding.expected.partition(',')[0]}: {finding.found}"
+def _alert(finding: Finding) -> Alert:
+    if finding.code == "unreadable-file":
+        return Alert("unreadable", f"{finding.where} cannot be read: {finding.found}")
+    return Alert("tracker", describe_dangling(finding))
 
 
 def _space_alerts(status: Status, limits: Limits) -> list[Alert]:

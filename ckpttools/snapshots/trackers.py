@@ -48,6 +48,11 @@ class Claim:
         return Finding("tracker-dangling", self.tracker, expected, state or "no such snapshot")
 
 
+def describe_dangling(finding: Finding) -> str:
+    """A claim that is not met, in one line. Pure."""
+    return f"{finding.where} names {finding.expected.partition(',')[0]}: {finding.found}"
+
+
 def find_claims(tree: Tree, nests: Sequence[str], states: Mapping[str, str], steps: Mapping[str, int]) -> list[Claim]:
     """Every tracker and link in a run directory. Raises StorageError.
 
