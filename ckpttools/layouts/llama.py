@@ -117,10 +117,11 @@ def _is_known(name: str) -> bool:
 
 def _is_cut_along(tensor: PlacedTensor, mesh: Mesh, dim: int | None) -> bool:
     """Whether every rank has the share that Meta's loader expects."""
-    shape = tensor.spec.shape
-    if dim is not None and (dim >= len(shape) or shape[dim] % mesh.ranks):
+    shape, is_head = tensor.spec.shape, _KEYS_AND_VALUES.fullmatch(tensor.spec.name)
+    copies = next((cut.copies for cut in tensor.placement.cuts), ()) if is_head else ()
+    if dim is not None and (dim >= len(shape) or shape[dim] * max(copies, default=1) % mesh.ranks):
         return False
-    meant = Placement((Cut(_AXIS, dim),)) if dim is not None else Placement()
+    meant = Placement((Cut(_AXIS, dim, copies=copies),)) if dim is not None else Placement()
     return all(tensor.local(mesh, rank) == local_tensor(shape, meant, mesh, rank) for rank in range(mesh.ranks))
 
 

@@ -41,6 +41,7 @@ def place(
     placing: Placing,
     *,
     needs_even: bool,
+    copies_heads: bool = False,
     usual: Callable[[Mapping[str, Sequence[int]]], str] = lambda shapes: "",
 ) -> Assignment:
     """A placement for every selected tensor.
@@ -59,6 +60,7 @@ def place(
         _rules(snapshot, selection, placing.rules, usual),
         _counts(snapshot, placing.model_config),
         is_even=needs_even,
+        copies_heads=copies_heads,
         layers_per_stage=placing.stage_layers,
         virtual_stages=placing.virtual_stages,
     )

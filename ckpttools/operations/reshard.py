@@ -86,7 +86,9 @@ def reshard(
 
     def ask(taken: Taken) -> tuple[Assignment, Request]:
         placed = replace(placing or Placing(), virtual_stages=details.virtual_stages)
-        assignment = place(taken.snapshot, taken.selection, mesh, placed, needs_even=into.needs_even, usual=into.rules)
+        even, copies = into.needs_even, into.copies_heads
+        found = taken.snapshot, taken.selection
+        assignment = place(*found, mesh, placed, needs_even=even, copies_heads=copies, usual=into.rules)
         return assignment, _request(assignment, snapshot, taken, details)
 
     taken, assignment, request = _held(taken, into, ask, is_dropping=is_dropping, is_weights_only=bool(choice.is_weights_only))

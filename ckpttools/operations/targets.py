@@ -77,6 +77,8 @@ class Target:
     """Whether it has a place for optimizer state and other families beside the model's tensors."""
     needs_even: bool = False
     """Whether every rank's share must have the same shape, as whoever loads plain tensors expects."""
+    copies_heads: bool = False
+    """Whether ranks hold copies of key/value heads where these are fewer than ranks, as those who load plain shares expect."""
     rules: Callable[[Mapping[str, Sequence[int]]], str] = lambda shapes: ""
     """Name of the built-in set of rules by which the target's own loader has tensors of such shapes cut; empty where the names
     tell."""
@@ -203,6 +205,7 @@ TARGETS = (
         partial(_torch, has_dtensors=False),
         partial(_torch_refusals, has_dtensors=False),
         needs_even=True,
+        copies_heads=True,
         shares_storage=True,
     ),
     Target(
@@ -213,6 +216,7 @@ TARGETS = (
         holds_objects=False,
         holds_state=False,
         needs_even=True,
+        copies_heads=True,
         shares_storage=True,
     ),
     Target(
@@ -222,6 +226,7 @@ TARGETS = (
         lambda request: llama.refusals(request.tensors, request.mesh, objects=request.objects),
         holds_state=False,
         needs_even=True,
+        copies_heads=True,
         rules=_llama_rules,
         shares_storage=True,
     ),

@@ -13,7 +13,7 @@ from functools import cached_property
 from ckpttools.errors import UsageError
 from ckpttools.model import Mesh, Path, TensorSpec
 from ckpttools.placement.counts import Counts
-from ckpttools.placement.cutting import cut_of, require_even
+from ckpttools.placement.cutting import Cutting, cut_of, require_even
 from ckpttools.placement.fit import MAX_RANKS, Constraint, Problem, Requirements, nearest_mesh
 from ckpttools.placement.follow import parameters_of_state
 from ckpttools.placement.local import Cut, PlacedTensor, Placement, canonical_mesh
@@ -81,6 +81,7 @@ def place(
     counts: Counts | None = None,
     *,
     is_even: bool = False,
+    copies_heads: bool = False,
     layers_per_stage: Sequence[int] = (),
     virtual_stages: int = 1,
 ) -> Assignment:
@@ -92,6 +93,7 @@ def place(
         counts: of heads and experts, as the model's config has them.
         is_even: whether every rank's share must be of equal shape, as plain local tensors need it; otherwise shares are as
             torch.chunk makes them, but whole heads wherever rules count in heads.
+        copies_heads: whether neighbours may hold the same head of keys and values where there are fewer of these than ranks.
         layers_per_stage: layers of each pipeline stage; empty for equal blocks.
         virtual_stages: blocks of layers that each stage holds, dealt out in turn: stage 0 of 2 holds the first and the third.
     """
@@ -100,7 +102,8 @@ def place(
     if problem is not None:
         return Assignment(mesh, rules, problems=(problem,))
     mesh = canonical_mesh(mesh)
-    placer = _Placer(tensors, mesh, rules, counts or Counts(), is_even, tuple(layers_per_stage), virtual_stages)
+    cutting = Cutting(counts or Counts(), Requirements(), copies_heads)
+    placer = _Placer(tensors, mesh, rules, cutting, is_even, tuple(layers_per_stage), virtual_stages)
     assigned = placer.assign()
     problems = tuple(placer.requirements.problems(mesh))
     nearest = nearest_mesh(mesh, placer.requirements.constraints) if problems and not placer.requirements.faults else None
@@ -125,17 +128,20 @@ class _Placer:
     tensors: Sequence[TensorPlace]
     mesh: Mesh
     rules: RuleSet
-    counts: Counts
+    cutting: Cutting
     is_even: bool
     layers_per_stage: tuple[int, ...]
     virtual_stages: int
-    requirements: Requirements = field(default_factory=Requirements)
     used: set[str] = field(default_factory=set)
     """Axes along which something is cut or divided."""
 
     @cached_property
     def sizes(self) -> dict[str, int]:
         return dict(self.mesh.axes)
+
+    @property
+    def requirements(self) -> Requirements:
+        return self.cutting.requirements
 
     @cached_property
     def parameters(self) -> list[TensorSpec]:
@@ -211,7 +217,7 @@ class _Placer:
         else:
             self._cut(spec, matching, cuts, said)
         if self.is_even:
-            require_even(spec, cuts, self.requirements)
+            require_even(spec, cuts, self.sizes, self.requirements)
         return Placement(tuple(cuts), held), "; ".join(said) or "replicated"
 
     def _cut(self, spec: TensorSpec, matching: Sequence[Rule], cuts: list[Cut], said: list[str]) -> None:
@@ -220,7 +226,7 @@ class _Placer:
             rule = next((rule for rule in matching if rule.axis == axis), None)
             if axis not in self.sizes:
                 continue
-            cut = cut_of(spec, rule, cuts, self.sizes[axis], self.counts, self.requirements) if rule is not None else None
+            cut = cut_of(spec, rule, cuts, self.sizes[axis], self.cutting) if rule is not None else None
             self.used |= {axis} if rule is not None else set()
             if cut is not None and rule is not None:
                 cuts.append(cut)
@@ -234,7 +240,7 @@ class _Placer:
         rule = next((rule for rule in matching if rule.axis == "fsdp"), None)
         whole = _cannot_be_cut(spec)
         if rule is not None:
-            cut = cut_of(spec, rule, cuts, self.sizes["fsdp"], self.counts, self.requirements)
+            cut = cut_of(spec, rule, cuts, self.sizes["fsdp"], self.cutting)
             cuts += [cut] if cut is not None else []
             said.append(f"fsdp dim {rule.dim} by {rule.label}")
         elif whole and not cuts:
@@ -281,7 +287,7 @@ class _Placer:
             return ()
         cuts = (Cut("fsdp", 0),)
         if self.is_even:
-            require_even(spec, cuts, self.requirements)
+            require_even(spec, cuts, self.sizes, self.requirements)
         return cuts
 
     def _require_use(self) -> None:
@@ -316,4 +322,6 @@ def _cannot_be_cut(spec: TensorSpec) -> str:
 
 
 def _sections(cut: Cut) -> str:
-    return f" in sections {'+'.join(map(str, cut.sections))}" if cut.sections else ""
+    sections = f" in sections {'+'.join(map(str, cut.sections))}" if cut.sections else ""
+    most = max(cut.copies, default=1)
+    return sections + (f", each head of keys and values on {most} ranks" if most > 1 else "")

@@ -30,11 +30,14 @@ class Constraint:
     """Whether the number is a limit, rather than what must be divided evenly."""
     why: str = ""
     """What to say besides the numbers."""
+    is_either: bool = False
+    """Whether a multiple of the number will do, too: as many ranks then share each of what there are."""
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
         """Whether a mesh of such sizes keeps to it."""
         parts = prod(sizes.get(axis, 1) for axis in self.axes)
-        return parts <= self.number if self.is_limit else self.number % parts == 0
+        is_even = self.number % parts == 0 or (self.is_either and parts % self.number == 0)
+        return parts <= self.number if self.is_limit else is_even
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,8 @@ def _problem(constraint: Constraint, sizes: Mapping[str, int], tensors: Sequence
     if constraint.why:
         message += f", {constraint.why}"
     step = -(-constraint.number // parts)
-    return Problem(message, f"a divisor of {constraint.number}", f"{parts} (shares of up to {step})", tuple(tensors))
+    expected = f"a divisor{' or a multiple' if constraint.is_either else ''} of {constraint.number}"
+    return Problem(message, expected, f"{parts} (shares of up to {step})", tuple(tensors))
 
 
 def nearest_mesh(mesh: Mesh, constraints: Iterable[Constraint]) -> Mesh | None:

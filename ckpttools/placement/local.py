@@ -71,6 +71,9 @@ class Cut:
     """Elements of each section along `dim`, for fused rows: every section is cut by itself and a rank gets its share of
     each, one after the other. Empty for one section. They add up to the whole dimension, so only the first cut of a
     dimension may have them."""
+    copies: tuple[int, ...] = ()
+    """Neighbours along the axis that hold the same share, for each section (or the one that there is): heads of keys and values
+    that are fewer than ranks. They divide the ranks. Empty where each rank has a share of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +87,14 @@ class Placement:
     own. An axis that is not named does not exclude a rank."""
 
     def __str__(self) -> str:
-        cuts = [f"{c.axis}: dim {c.dim}" + (f" in {len(c.sections)} sections" if len(c.sections) > 1 else "") for c in self.cuts]
+        cuts = [f"{c.axis}: dim {c.dim}{_told(c)}" for c in self.cuts]
         return "; ".join(cuts + [f"{axis}: at {','.join(map(str, places))}" for axis, places in self.held_at])
+
+
+def _told(cut: Cut) -> str:
+    sections = f" in {len(cut.sections)} sections" if len(cut.sections) > 1 else ""
+    most = max(cut.copies, default=1)
+    return sections + (f", {'some of it ' if len(set(cut.copies)) > 1 else ''}on {most} ranks each" if most > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,24 +143,26 @@ def local_tensor(shape: Sequence[int], placement: Placement, mesh: Mesh, rank: i
     for cut in placement.cuts:
         if not 0 <= cut.dim < len(shape):
             raise ValueError(f"no dimension {cut.dim} in {list(shape)}")
-        share = _share(runs[cut.dim], cut.sections, sizes.get(cut.axis, 1), at.get(cut.axis, 0))
+        share = _share(runs[cut.dim], cut, sizes.get(cut.axis, 1), at.get(cut.axis, 0))
+        # runs that touch are one, but for copies: of one run that is held twice each holder has the same box
+        share = share if any(one.copies for one in placement.cuts) else _joined(share)
         # an empty share lies past the end, as torch records it: there no other box can start
         runs[cut.dim] = share or [(shape[cut.dim],) * 2]
     return _assemble(runs)
 
 
-def _share(runs: list[tuple[int, int]], sections: Sequence[int], parts: int, index: int) -> list[tuple[int, int]]:
+def _share(runs: list[tuple[int, int]], cut: Cut, parts: int, index: int) -> list[tuple[int, int]]:
     """The runs (start, stop) of a dimension that share `index` of `parts` has; none for an empty share."""
     length = sum(stop - start for start, stop in runs)
-    sections = sections or (length,)
+    sections = cut.sections or (length,)
     if sum(sections) != length:
         raise ValueError(f"sections of {'+'.join(map(str, sections))} do not make {length}")
     found, before = [], 0
-    for section in sections:
-        offset, size = shard_of(section, parts, index)
+    for section, copies in zip(sections, cut.copies or (1,) * len(sections), strict=True):
+        offset, size = shard_of(section, parts // copies, index // copies)
         found += _clip(runs, before + offset, before + offset + size)
         before += section
-    return _joined(found)
+    return found
 
 
 def _clip(runs: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:

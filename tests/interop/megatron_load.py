@@ -2,6 +2,8 @@
 
 python megatron_load.py DIRECTORY plain            every tensor of the directory, and the keys of the shared state
 python megatron_load.py DIRECTORY model ARGS_JSON  a GPTModel of these settings, loaded through its own sharded state dict
+python megatron_load.py FILE rank ARGS_JSON        the GPTModel of one rank (`ranks`: [rank, tp, pp, ep]), which takes a legacy
+                                                   file's model, strictly
 """
 
 from __future__ import annotations
@@ -56,8 +58,46 @@ def model(directory: str, settings: dict[str, object]) -> dict[str, object]:
     return {"tensors": {k: digest(v) for k, v in built.state_dict().items() if isinstance(v, torch.Tensor)}}
 
 
+def rank(path: str, settings: dict[str, object]) -> dict[str, object]:
+    """One of several ranks, alone in its process: collectives do nothing."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    number, tp, pp, ep = settings.pop("ranks")
+    torch.distributed.init_process_group("fake", rank=number, world_size=tp * pp * ep, store=FakeStore())
+    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep}
+    parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+    torch.cuda.set_device = lambda *_: None
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor
+    vocabulary, length, is_tied = settings.pop("vocabulary"), settings.pop("length"), settings.pop("is_tied")
+    experts = settings.get("num_moe_experts")
+    config = TransformerConfig(
+        use_cpu_initialization=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        **sizes,
+        **settings,
+    )
+    spec = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=bool(settings.get("moe_grouped_gemm")))
+    ends = {"pre_process": number < tp * ep, "post_process": number >= tp * ep * (pp - 1)}
+    built = GPTModel(
+        config, spec, vocabulary, length, position_embedding_type="rope", share_embeddings_and_output_weights=is_tied, **ends
+    )
+    stored = torch.load(path, weights_only=False)["model"]
+    built.load_state_dict({k: v for k, v in built.state_dict().items() if not isinstance(v, torch.Tensor)} | stored)
+    # norms are float32 in a model that is built without Transformer Engine, whatever the file has
+    return {"tensors": {k: digest(v.bfloat16()) for k, v in built.state_dict().items() if isinstance(v, torch.Tensor)}}
+
+
 if __name__ == "__main__":
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    start()
-    answer = plain(sys.argv[1]) if sys.argv[2] == "plain" else model(sys.argv[1], json.loads(sys.argv[3]))
+    if sys.argv[2] != "rank":
+        start()
+    if sys.argv[2] == "plain":
+        answer = plain(sys.argv[1])
+    else:
+        answer = {"model": model, "rank": rank}[sys.argv[2]](sys.argv[1], json.loads(sys.argv[3]))
     sys.stdout.write("ANSWER " + json.dumps(answer) + "\n")

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ckpttools.errors import ConversionError
 from ckpttools.model import Mesh
 from ckpttools.operations.reshard import reshard
 from ckpttools.operations.sealing import hash_tensors
+from ckpttools.operations.select import Choice
 from ckpttools.operations.validate import validate
 from tests.fixture_cases import Case
 from tests.interop import megatron_load
+from tests.layouts.megatron_ranks import Model, Ranks
 
 pytest.importorskip("megatron.core", reason="needs megatron-core, which loads what we write")
 
@@ -112,3 +115,45 @@ def test_buckets_go_to_the_model_parallel_ranks_that_wrote_them_and_to_no_others
         reshard(path, str(tmp_path / "a"), target="megatron-dist", mesh=Mesh.parse("tp=2,pp=2"))
     reshard(path, str(tmp_path / "b"), target="megatron-dist", mesh=Mesh.parse("tp=2,dp=3"))
     assert hash_tensors(path).fingerprint == hash_tensors(str(tmp_path / "b")).fingerprint
+
+
+RANKS = [
+    pytest.param(Model(norms_have_bias=True), Ranks(tp=4, is_local=True), id="more ranks than query groups"),
+    pytest.param(Model(norms_have_bias=True, groups=1), Ranks(tp=2, is_local=True), id="one query group"),
+    pytest.param(Model(norms_have_bias=True, is_tied=True), Ranks(tp=2, pp=2, is_local=True), id="tied, in stages"),
+    pytest.param(Model(norms_have_bias=True, experts=4), Ranks(tp=2, ep=2, is_local=True), id="experts"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "mesh"), RANKS)
+def test_each_rank_of_a_model_of_megatron_core_takes_its_legacy_file(model: Model, mesh: Ranks, tmp_path: Path) -> None:
+    Ranks(is_local=True).write(model, tmp_path / "whole")
+    axes = ",".join(f"{axis}={getattr(mesh, axis)}" for axis in ("pp", "ep", "tp"))
+    choice = Choice(is_weights_only=True)
+    reshard(str(tmp_path / "whole"), str(tmp_path / "out"), target="megatron-legacy", mesh=Mesh.parse(axes), choice=choice)
+    wanted = mesh.write(model, tmp_path / "wanted")
+    count = mesh.tp * mesh.pp * mesh.ep
+    for rank in (0, count - 1):
+        tp, ep, pp = rank % mesh.tp, rank // mesh.tp % mesh.ep, rank // (mesh.tp * mesh.ep)
+        file = f"{mesh.directory(tp, pp, ep)}/model_optim_rng.pt"
+        answer = load(str(tmp_path / "out" / file), "rank", json.dumps(_settings(model, mesh) | {"ranks": [rank, *mesh.sizes]}))
+        state = torch.load(wanted / file, weights_only=False)["model"]
+        assert {name: megatron_load.digest(tensor) for name, tensor in state.items()} == answer["tensors"]
+
+
+def _settings(model: Model, mesh: Ranks) -> dict[str, object]:
+    return {
+        "num_layers": model.layers,
+        "hidden_size": model.hidden,
+        "ffn_hidden_size": model.ffn,
+        "num_attention_heads": model.heads,
+        "num_query_groups": model.groups,
+        "gated_linear_unit": model.is_gated,
+        "add_bias_linear": model.has_bias,
+        "num_moe_experts": model.experts or None,
+        "moe_grouped_gemm": mesh.experts == "grouped",
+        "is_tied": model.is_tied,
+        "vocabulary": model.vocab,
+        "length": 16,
+    }

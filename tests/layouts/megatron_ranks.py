@@ -27,6 +27,7 @@ class Model:
     experts: int = 0
     is_gated: bool = True
     has_bias: bool = False
+    norms_have_bias: bool = False
     is_tied: bool = False
     dtype: torch.dtype = torch.bfloat16
     seed: int = 0
@@ -38,20 +39,25 @@ class Model:
         def add(name: str, *shape: int) -> None:
             self.tensors[name] = torch.randn(*shape, generator=generator).to(self.dtype)
 
+        def add_norm(name: str) -> None:
+            add(f"{name}weight", self.hidden)
+            if self.norms_have_bias:
+                add(f"{name}bias", self.hidden)
+
         head = self.hidden // self.heads
         rows = (self.heads + 2 * self.groups) * head
         up = self.ffn * (2 if self.is_gated else 1)
         add("embedding.word_embeddings.weight", self.vocab, self.hidden)
         for i in range(self.layers):
             layer = f"decoder.layers.{i}"
-            add(f"{layer}.self_attention.linear_qkv.layer_norm_weight", self.hidden)
+            add_norm(f"{layer}.self_attention.linear_qkv.layer_norm_")
             add(f"{layer}.self_attention.linear_proj.weight", self.hidden, self.heads * head)
             if self.has_bias:
                 add(f"{layer}.self_attention.linear_proj.bias", self.hidden)
             add(f"{layer}.self_attention.linear_qkv.weight", rows, self.hidden)
             if self.has_bias:
                 add(f"{layer}.self_attention.linear_qkv.bias", rows)
-            add(f"{layer}.mlp.linear_fc1.layer_norm_weight", self.hidden)
+            add_norm(f"{layer}.mlp.linear_fc1.layer_norm_")
             if self.experts:
                 add(f"{layer}.mlp.router.weight", self.experts, self.hidden)
                 for e in range(self.experts):
@@ -64,7 +70,7 @@ class Model:
             add(f"{layer}.mlp.linear_fc2.weight", self.hidden, self.ffn)
             if self.has_bias:
                 add(f"{layer}.mlp.linear_fc2.bias", self.hidden)
-        add("decoder.final_layernorm.weight", self.hidden)
+        add_norm("decoder.final_layernorm.")
         if not self.is_tied:
             add("output_layer.weight", self.vocab, self.hidden)
 
@@ -95,6 +101,10 @@ class Ranks:
                 for ep in range(self.ep):
                     self._write_rank(model, directory / self.directory(tp, pp, ep), (tp, pp, ep), iteration)
         return directory
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.tp, self.pp, self.ep
 
     def directory(self, tp: int, pp: int = 0, ep: int = 0) -> str:
         stage = f"_{pp:03d}" if self.pp > 1 else ""

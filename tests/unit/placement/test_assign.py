@@ -380,3 +380,35 @@ def test_each_rank_has_the_rows_of_its_own_heads(ranks: int, groups: int, shared
                 expected += range(start + rank * share, start + (rank + 1) * share)
                 start += count * head_dim
             assert held == expected
+
+
+@given(
+    groups=st.sampled_from([1, 2, 3]),
+    shared=st.integers(1, 4),
+    copies=st.integers(1, 4),
+    fsdp=st.sampled_from([1, 2]),
+    is_fused=st.booleans(),
+)
+def test_ranks_that_share_a_head_hold_equal_boxes_of_it_that_cover_it(
+    groups: int, shared: int, copies: int, fsdp: int, is_fused: bool
+) -> None:
+    ranks, head = groups * copies, 4
+    heads = ranks * shared
+    counts = Counts(heads, groups)
+    rows = {"q": heads * head, "k": groups * head, "v": groups * head}
+    names = {f"model.layers.0.self_attn.{n}_proj.weight": count for n, count in rows.items()}
+    names = {"model.layers.0.self_attn.qkv_proj.weight": sum(rows.values())} if is_fused else names
+    tensors = [tensor(name, count, 3) for name, count in names.items()]
+    found = on(f"tp={ranks},fsdp={fsdp}", tensors, counts=counts, is_even=True, copies_heads=True)
+    assert found.problems == ()
+    for placed_tensor in found.tensors:
+        shapes = set()
+        held: dict[Box, list[int]] = {}
+        for rank in range(found.mesh.ranks):
+            local = placed_tensor.local(found.mesh, rank)
+            assert local is not None
+            shapes.add(local.shape)
+            for part in local.parts:
+                held.setdefault(part.box, []).append(rank)
+        assert len(shapes) == 1
+        assert cover(placed_tensor.spec.shape, list(held)).is_exact
