@@ -177,7 +177,7 @@ TABLE: tuple[Code, ...] = (
     Code(
         "no-data",
         WARNING,
-        "a tensor without data (meta device): its values were never saved",
+        "a tensor or a file without data (meta device, placeholders of partitioned parameters): the values were never saved",
         "save it from a device that holds it",
     ),
     Code(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ckpttools.containers.strangers import HEAD_BYTES, tell
 from ckpttools.containers.torch_file import unsafe_globals
 from ckpttools.containers.torch_values import MAX_DIMENSION
 from ckpttools.dtypes import DType, parse_dtype
@@ -64,7 +65,9 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     try:
         pickled = read_pickle(data)
     except PickleError as e:
-        manifest.findings.append(Finding(e.code, where, "a pickled Metadata", str(e)))
+        stranger = tell(data[:HEAD_BYTES])
+        what, remedy = (stranger.what, stranger.remedy) if stranger else (str(e), "")
+        manifest.findings.append(Finding(e.code, where, "a pickled Metadata", what, remedy))
         manifest.is_readable = False
         return manifest
     manifest.findings += unsafe_globals(pickled, where)

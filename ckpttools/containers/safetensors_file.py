@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from ckpttools.containers.jsons import JsonError, parse_json_noting_duplicates, shown
+from ckpttools.containers.strangers import HEAD_BYTES, tell
 from ckpttools.dtypes import BY_NAME, BY_SAFETENSORS, DType
 from ckpttools.findings import Finding
 from ckpttools.model import TensorSpec
@@ -84,7 +85,12 @@ def read_header(source: Source, file: str, offset: int, length_bytes: int) -> Sa
     json_bytes = int.from_bytes(start[:_LENGTH_BYTES], "little")
     problem = _length_problem(json_bytes, length_bytes - _LENGTH_BYTES)
     if problem:
-        return SafetensorsHeader(file, findings=(Finding("bad-header", f"{file} at byte {offset}", *problem),))
+        stranger = tell(read(source, file, offset, min(length_bytes, HEAD_BYTES)), is_safetensors=True)
+        if stranger:
+            finding = Finding("bad-header", file, "a safetensors file", stranger.what, stranger.remedy)
+        else:
+            finding = Finding("bad-header", f"{file} at byte {offset}", *problem)
+        return SafetensorsHeader(file, findings=(finding,))
     data = start[_LENGTH_BYTES : _LENGTH_BYTES + json_bytes]
     if len(data) < json_bytes:
         data += read(source, file, offset + _LENGTH_BYTES + len(data), json_bytes - len(data))

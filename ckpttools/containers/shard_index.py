@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from ckpttools.containers.jsons import JsonError, parse_json, shown
+from ckpttools.containers.strangers import tell
 from ckpttools.findings import NOTE, Finding
 from ckpttools.storage.source import Listing, Source, read
 from ckpttools.units import render_bytes
@@ -233,6 +234,10 @@ def parse_index(data: bytes, file: str) -> ShardIndex:
     try:
         value = parse_json(data)
     except JsonError as e:
+        stranger = tell(data)
+        if stranger:
+            finding = Finding("bad-json", file, "an index", stranger.what, stranger.remedy)
+            return ShardIndex(file, findings=(finding,), is_parsed=False)
         return unusable(file if e.position is None else f"{file} at byte {e.position}", "JSON with unique keys", e.message)
     if not isinstance(value, dict) or not isinstance(value.get("weight_map"), dict):
         return unusable(file, "an object with a weight_map", "another value" if isinstance(value, dict) else type(value).__name__)
@@ -256,11 +261,14 @@ def parse_index(data: bytes, file: str) -> ShardIndex:
     return ShardIndex(file, weight_map, total_size, metadata, tuple(findings), refused)
 
 
-def check_references(index: ShardIndex, listing: Listing, candidates: Iterable[str]) -> list[Finding]:
+def check_references(index: ShardIndex, listing: Listing, candidates: Sequence[str]) -> list[Finding]:
     """Files that the index names and that are not there, and candidates for the same set that it does not name. Pure."""
     tensors: dict[str, list[str]] = {}
     for tensor, file in index.weight_map.items():
         tensors.setdefault(file, []).append(tensor)
+    beside = [path for path in candidates if path != index.file]
+    if tensors and beside and not any(file in listing for file in tensors):
+        return [_of_another_set(index, beside)]
     findings = [
         Finding(
             "missing-file",
@@ -271,8 +279,19 @@ def check_references(index: ShardIndex, listing: Listing, candidates: Iterable[s
         for file, names in tensors.items()
         if file not in listing
     ]
-    unnamed = [path for path in candidates if path not in tensors and path != index.file]
+    unnamed = [path for path in beside if path not in tensors]
     return findings + [Finding("unreferenced-file", path, f"a file that {index.file} names", "not named") for path in unnamed]
+
+
+def _of_another_set(index: ShardIndex, beside: Sequence[str]) -> Finding:
+    """An index none of whose files is there while others are: it came along when the weights were saved anew."""
+    return Finding(
+        "index-mismatch",
+        index.file,
+        f"an index of the files beside it, such as {beside[0]}",
+        f"it names {len(index.files)} files, such as `{shown(index.files[0])}`, of which none is there",
+        "it is of another save: move it away, and the files are read without it, or write it again from their headers",
+    )
 
 
 def check_index(

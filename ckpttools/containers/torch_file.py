@@ -13,8 +13,10 @@ import struct
 import zlib
 from dataclasses import dataclass, field
 
+from ckpttools.containers.jsons import shown
 from ckpttools.containers.local_boxes import NOTE_NAME, LocalBoxes, parse_local_boxes
 from ckpttools.containers.region import Region
+from ckpttools.containers.strangers import HEAD_BYTES, tell
 from ckpttools.containers.torch_zip import DEFLATED, STORED, ZipDirectory, ZipRecord, read_zip
 from ckpttools.dtypes import BY_STORAGE_CLASS
 from ckpttools.findings import Finding
@@ -94,6 +96,8 @@ def _read_archive(region: Region) -> TorchFile:
         return file
     if directory.has_checksums:
         file.checksums = [c for r in directory.records.values() if (c := _checksum(region, r))]
+    if "data.pkl" not in directory.records:
+        return _of_another_program(region, directory, file)
     if region.read(0, 4) == ZIP_MAGIC and "version" not in directory.records:
         file.findings.append(Finding("bad-container", region.where(), "a record `version`, as torch writes", "none"))
     file.is_big_endian = _byteorder(region, directory, file.findings) == b"big"
@@ -102,16 +106,23 @@ def _read_archive(region: Region) -> TorchFile:
         if folder == "data" and key:
             file.storages[key] = _storage(region, record)
     file.note = _read_note(region, directory, file.findings)
-    pickled = directory.records.get("data.pkl")
-    if pickled is None:
-        file.findings.append(Finding("bad-container", region.where(), "a record `data.pkl`", "none"))
-        return file
+    pickled = directory.records["data.pkl"]
     data = _record_bytes(region, pickled, file.findings)
     if data is not None:
         if directory.has_checksums and zlib.crc32(data) != pickled.crc32:
             expected, found = f"CRC-32 {pickled.crc32:08x}", f"{zlib.crc32(data):08x}"
             file.findings.append(Finding("checksum-mismatch", f"`data.pkl` in {region.where(pickled.offset)}", expected, found))
         file.value = _read_value(data, f"`data.pkl` in {region.where(pickled.offset)}", file.findings)
+    return file
+
+
+def _of_another_program(region: Region, directory: ZipDirectory, file: TorchFile) -> TorchFile:
+    """A zip archive without the one record that torch cannot do without."""
+    names = [record.name for record in directory.records.values()]
+    found = ", ".join(f"`{shown(name)}`" for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    expected = "a zip archive of torch, with a record `data.pkl`"
+    remedy = "if a program other than torch wrote it, unpack it or save it as safetensors; else restore it from a good copy"
+    file.findings.append(Finding("bad-container", region.where(), expected, f"no such record, but {found}", remedy))
     return file
 
 
@@ -200,8 +211,9 @@ def _read_stream(region: Region) -> TorchFile:
     try:
         parts = _growing_head(region)
     except PickleError as e:
-        found = f"neither a zip archive nor a whole pickle: {e}"
-        file.findings.append(Finding(e.code, where, "a torch file", found))
+        stranger = tell(region.read(0, min(HEAD_BYTES, region.length)))
+        found = stranger.what if stranger else f"neither a zip archive nor a whole pickle: {e}"
+        file.findings.append(Finding(e.code, where, "a torch file", found, stranger.remedy if stranger else ""))
         return file
     for pickled in parts:
         file.findings += unsafe_globals(pickled, where)
@@ -230,15 +242,9 @@ def _growing_head(region: Region) -> list[Pickled]:
         try:
             return _stream_pickles(head)
         except PickleError as e:
-            if length_bytes >= min(region.length, _MAX_PICKLE_BYTES) or not _is_cut(e, head):
+            if length_bytes >= min(region.length, _MAX_PICKLE_BYTES) or not e.is_cut:
                 raise
             length_bytes = min(region.length, length_bytes * 8, _MAX_PICKLE_BYTES)
-
-
-def _is_cut(error: PickleError, head: bytes) -> bool:
-    """Whether more bytes could help; a file of zeros is no pickle however much of it is read."""
-    at_end = error.position is not None and error.position >= len(head) - 32
-    return error.code == "bad-pickle" and (at_end or "past the end" in error.message)
 
 
 def _stream_pickles(data: bytes) -> list[Pickled]:

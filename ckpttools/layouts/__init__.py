@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from ckpttools.containers import collector, items
 from ckpttools.containers.copies import with_copies, with_roots
+from ckpttools.containers.strangers import tell_by_name
 from ckpttools.errors import NotRecognisedError
 from ckpttools.findings import WARNING, Finding
 from ckpttools.layouts import (
@@ -30,7 +31,7 @@ from ckpttools.layouts import (
     vllm,
 )
 from ckpttools.layouts.base import Contents, Layout, Part
-from ckpttools.layouts.checks import check_cover, check_names, find_aliases
+from ckpttools.layouts.checks import check_cover, check_data, check_names, find_aliases
 from ckpttools.layouts.families import MODEL, families_of_keys, is_known_stem
 from ckpttools.model import Checkpoint, FileEntry, Mesh, ObjectEntry, Path, TensorEntry, render_path
 from ckpttools.storage.source import Listing, Source, open_source, read
@@ -136,6 +137,8 @@ def open_checkpoint(location: str, *, roots: Sequence[str] = ()) -> Checkpoint:
 def sniff(source: Source, listing: Listing) -> list[Part]:
     """The parts of a snapshot, each file in one of them; the model first."""
 
+    listing = listing.without_shadows
+
     def peek(path: str) -> bytes:
         return read(source, path, 0, min(64, listing.length_bytes(path)))
 
@@ -157,7 +160,7 @@ def _put_together(source: Source, listing: Listing, parts: Sequence[Part], locat
     contents: list[Contents] = []
     families: set[str] = set()
     for part in parts:
-        read_part = layouts[part.layout].read(source, listing, part)
+        read_part = layouts[part.layout].read(source, listing.without_shadows, part)
         family = part.family
         if family in families:
             family = _other_name(part, families)
@@ -171,6 +174,7 @@ def _put_together(source: Source, listing: Listing, parts: Sequence[Part], locat
         findings += named.findings
     main = contents[0]
     findings += check_names(tensors)
+    findings += check_data(tensors, main)
     for entry in tensors:
         findings += check_cover(entry)
     files = _files(listing, contents)
@@ -285,6 +289,12 @@ def _require_known(location: str, parts: Sequence[Part]) -> None:
 
 def _not_recognised(location: str, listing: Listing) -> NotRecognisedError:
     names = [f.path for f in listing]
+    known = tell_by_name(names)
+    if known is not None:
+        path, stranger = known
+        return NotRecognisedError(
+            f"no checkpoint recognised: {location}", found=f"{path}: {stranger.what}", hints=[stranger.remedy]
+        )
     seen = ", ".join(names[:8]) + (f", and {len(names) - 8} more" if len(names) > 8 else "") if names else "no files"
     return NotRecognisedError(
         f"no checkpoint recognised: {location}",

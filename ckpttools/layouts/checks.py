@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from ckpttools.findings import Finding
 from ckpttools.geometry import cover
+from ckpttools.layouts.base import Contents
+from ckpttools.layouts.families import MODEL
 from ckpttools.model import TensorEntry
 
+_GATHER = "if the run partitioned its parameters, gather them before saving, or consolidate its own checkpoint"
+_MAX_NAMED_TENSORS = 8
 _MAX_NAMED_PIECES = 16
 """Of one tensor; who reads a thousand lines about it?"""
 
@@ -21,6 +25,21 @@ def check_names(tensors: Iterable[TensorEntry]) -> Iterator[Finding]:
         if other is not entry:
             found = f"{list(other.path)} and {list(entry.path)}"
             yield Finding("name-collision", entry.name, "one entry of this name", found)
+
+
+def check_data(tensors: Sequence[TensorEntry], model: Contents) -> Iterator[Finding]:
+    """Weights that have no elements, and a model with nothing in it: what saving leaves of parameters that were never gathered.
+
+    ZeRO-3 and FSDP keep a placeholder of shape [0] where a parameter is partitioned, and PEFT, Trainer and `torch.save` save it.
+    """
+    empty = [t for t in tensors if t.family == MODEL and t.spec.shape == (0,)]
+    for entry in empty[:_MAX_NAMED_TENSORS]:
+        yield Finding("no-data", entry.name, "a weight with elements", "shape [0], as a partitioned parameter has", _GATHER)
+    if len(empty) > _MAX_NAMED_TENSORS:
+        yield Finding("no-data", empty[0].name, "weights with elements", f"{len(empty)} of shape [0]", _GATHER)
+    data = next((f.path for f in model.files if f.role == "data"), "")
+    if data and not (tensors or model.objects or any(f.is_error for f in model.findings)):
+        yield Finding("no-data", data, "tensors", "none", _GATHER)
 
 
 def check_cover(entry: TensorEntry) -> Iterator[Finding]:

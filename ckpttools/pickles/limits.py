@@ -13,17 +13,19 @@ from ckpttools.pickles.records import Global, Object, Persistent
 class PickleError(Exception):
     """A pickle that does not parse (`bad-pickle`) or exceeds a limit (`pickle-limit`); `code` is that of the finding."""
 
-    def __init__(self, code: str, message: str, position: int | None = None) -> None:
+    def __init__(self, code: str, message: str, position: int | None = None, *, is_cut: bool = False) -> None:
         super().__init__(message if position is None else f"{message} at byte {position}")
         self.code = code
         self.message = message
         self.position = position
         """Byte of the opcode, from the start of the buffer that was given; None where there is none (writing)."""
+        self.is_cut = is_cut
+        """Whether the buffer ended before the pickle did, so that more bytes could help."""
 
 
-def bad_pickle(message: str, position: int | None = None) -> PickleError:
-    """The error for a pickle that does not parse."""
-    return PickleError("bad-pickle", message, position)
+def bad_pickle(message: str, position: int | None = None, *, is_cut: bool = False) -> PickleError:
+    """The error for a pickle that does not parse; `is_cut`: because the buffer ends in the middle of it."""
+    return PickleError("bad-pickle", message, position, is_cut=is_cut)
 
 
 def over_limit(message: str, position: int | None = None) -> PickleError:

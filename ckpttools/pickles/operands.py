@@ -28,14 +28,14 @@ class Operands:
     def require(self, pos: int, length: int) -> int:
         """The byte after an operand of `length` bytes, which must be there."""
         if length > self.end - pos:
-            raise bad_pickle(f"an operand of {length} bytes goes past the end", self.base + pos)
+            raise bad_pickle(f"an operand of {length} bytes goes past the end", self.base + pos, is_cut=True)
         return pos + length
 
     def line(self, pos: int) -> tuple[bytes, int]:
         """The bytes up to a newline, and the byte after it."""
         stop = self.data.find(b"\n", pos)
         if stop < 0:
-            raise bad_pickle("a text operand goes past the end", self.base + pos)
+            raise bad_pickle("a text operand goes past the end", self.base + pos, is_cut=True)
         return self.data[pos:stop], stop + 1
 
     def sized(self, pos: int, width: int) -> tuple[bytes, int]:

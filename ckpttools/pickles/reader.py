@@ -263,7 +263,7 @@ def _run(machine: Machine, pos: int) -> tuple[object, int]:  # noqa: C901  # a c
                 stack, memo = machine.stack, machine.memo
     except (IndexError, KeyError, StructError) as e:
         if isinstance(e, StructError) or str(e) == _PAST_THE_END:
-            raise bad_pickle("it is truncated: there is no STOP before the end", base + end) from e
+            raise bad_pickle("it is truncated: there is no STOP before the end", base + end, is_cut=True) from e
         raise bad_pickle(f"opcode 0x{op:02x} needs what the stack or the memo does not hold,", base + pos - 1) from e
     except (ValueError, TypeError, OverflowError, RecursionError) as e:  # undecodable text above all
         raise bad_pickle(f"opcode 0x{op:02x}: {type(e).__name__}: {e!s:.200}", base + pos - 1) from e

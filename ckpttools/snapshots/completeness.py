@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ckpttools.snapshots.policy import COMMITTED, FOREIGN, UNFINISHED
+from ckpttools.storage.source import is_shadow
 
 _DATA = re.compile(r".*\.(?:distcp|safetensors|bin|pt|pth|ckpt|nemo|znn|tar)|.*/\.zarray|\.zarray")
 _RECORDS = ("metadata.json", ".metadata", "metadata.pth", "trainer_state.json", "meta.pt")
@@ -47,6 +48,7 @@ class Completeness:
 
 def judge(names: Sequence[str]) -> Completeness:
     """What the files of a snapshot, by their names relative to it, say about the save."""
+    names = [n for n in names if not is_shadow(n)]
     data = [n for n in names if _DATA.fullmatch(n) and not _LEFTOVER.fullmatch(n)]
     leftovers = [n for n in names if _LEFTOVER.fullmatch(n)]
     if not data:

@@ -15,6 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 from urllib.parse import unquote
 
@@ -39,6 +40,11 @@ class ListedFile:
     """False for devices, pipes, sockets and links that lead nowhere; such files are never opened."""
     root: str = ""
     """Of several roots the one that holds it (`storage.union`)."""
+
+
+def is_shadow(path: str) -> bool:
+    """Whether a file is an AppleDouble: `._model.safetensors` has what a foreign file system cannot keep of the file. Pure."""
+    return path.rpartition("/")[2].startswith("._")
 
 
 class Listing:
@@ -81,6 +87,14 @@ class Listing:
         """(root, path as listed) of a file and of its copies; empty for what is not listed."""
         file = self.files.get(path)
         return [(f.root, f.path) for f in (file, *self.copies.get(path, ()))] if file is not None else []
+
+    @cached_property
+    def without_shadows(self) -> Listing:
+        """The same without what macOS wrote beside the files (`is_shadow`), which no training stack means."""
+        if not any(map(is_shadow, self.files)):
+            return self
+        files = [f for f in self if not is_shadow(f.path)]
+        return Listing(files, directories=self.directories, is_one_file=self.is_one_file, copies=self.copies)
 
     def in_directory(self, directory: str) -> list[ListedFile]:
         """The files directly in `directory` ("" for the root)."""
