@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from math import prod
-from operator import le, sub
+from operator import le, mul, sub
 from typing import TYPE_CHECKING, Any
 
 from ckpttools.model import Box
@@ -200,7 +200,8 @@ def cover(shape: Sequence[int], boxes: Sequence[Box]) -> Cover:
     volumes do not add up.
     """
     whole = Box((0,) * len(shape), tuple(shape))
-    if all(len(b.offsets) == len(b.sizes) == len(shape) for b in boxes) and _is_grid(whole, boxes):
+    is_of_rank = all(len(b.offsets) == len(b.sizes) == len(shape) for b in boxes)
+    if is_of_rank and (_is_grid(whole, boxes) or _are_flat_ranges(whole, boxes)):
         return Cover((), (), 0, None)
     outside = {i for i, b in enumerate(boxes) if not _is_in_bounds(whole, b)}
     inside = [(i, b) for i, b in enumerate(boxes) if i not in outside and b.volume > 0]
@@ -232,6 +233,22 @@ def _is_grid(whole: Box, boxes: Sequence[Box]) -> bool:
         and all(e[0] == start for e, start in zip(edges, whole.offsets, strict=True))
         and all(cells.get(b.offsets[axis]) == b.sizes[axis] for axis, cells in enumerate(size_at) for b in boxes)
     )
+
+
+def _are_flat_ranges(whole: Box, boxes: Sequence[Box]) -> bool:
+    """Whether the boxes are consecutive stretches of the row-major elements of `whole`, as flat partitions are; in one pass."""
+    strides, at = row_major_strides(whole.sizes), 0
+    for box in boxes:
+        volume = box.volume
+        if sum(map(mul, box.offsets, strides)) != at or min(box.offsets, default=0) < 0 or volume == 0:
+            return False
+        is_inside = True  # of the first dimension with more than one index; those after it must be whole
+        for offset, size, full in zip(box.offsets, box.sizes, whole.sizes, strict=True):
+            if (not is_inside and size != full) or size < 1 or offset + size > full:
+                return False
+            is_inside = is_inside and size == 1
+        at += volume
+    return at == whole.volume
 
 
 def _is_in_bounds(whole: Box, box: Box) -> bool:

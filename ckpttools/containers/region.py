@@ -35,7 +35,7 @@ class Region:
         """
         if offset < 0 or length < 0 or offset + length > self.length:
             raise ValueError(f"bytes [{offset}, {offset + length}) are not inside a container of {self.length} bytes")
-        for start, data in self._cached:
+        for start, data in reversed(self._cached):  # what is asked for next mostly lies beside what was read last
             if start <= offset and offset + length <= start + len(data):
                 return data[offset - start : offset - start + length]
         if length >= _CACHED_BYTES:
@@ -44,6 +44,10 @@ class Region:
         data = self._read(start, min(_CACHED_BYTES, self.length - start))
         self._cached = [*self._cached[-7:], (start, data)]
         return data[offset - start : offset - start + length]
+
+    def forget(self) -> None:
+        """Give back the memory of what was read; it is read again when it is asked for."""
+        self._cached = []
 
     def _read(self, offset: int, length: int) -> bytes:
         if self._stream is None:

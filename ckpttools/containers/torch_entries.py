@@ -14,7 +14,7 @@ from ckpttools.containers.local_boxes import LocalBox
 from ckpttools.containers.region import Region
 from ckpttools.containers.sharded_values import ShardedReader, ShardedValue
 from ckpttools.containers.torch_extents import Expansion, locate_tensor
-from ckpttools.containers.torch_file import TorchFile, read_torch_file
+from ckpttools.containers.torch_file import KnownPickles, TorchFile, read_torch_file
 from ckpttools.containers.torch_values import (
     CompositeValue,
     MalformedError,
@@ -82,10 +82,15 @@ class _Gathered:
     part_of: str = ""
 
 
-def open_rank_file(source: Source, path: str, length_bytes: int, rank: int = 0) -> RankFile:
-    """Open one torch file. Raises StorageError."""
+def open_rank_file(source: Source, path: str, length_bytes: int, rank: int = 0, known: KnownPickles | None = None) -> RankFile:
+    """Open one torch file. Raises StorageError.
+
+    Args: known: shared by the files of one snapshot.
+    """
     region = Region(source, path, 0, length_bytes)
-    return RankFile(path, rank, region, read_torch_file(region))
+    file = RankFile(path, rank, region, read_torch_file(region, known))
+    region.forget()  # half a megabyte a file, and there are thousands
+    return file
 
 
 def read_entries(files: Sequence[RankFile], *, is_rank_local: bool = False) -> Entries:

@@ -60,16 +60,39 @@ class TorchFile:
     findings: list[Finding] = field(default_factory=list)
 
 
-def read_torch_file(region: Region) -> TorchFile:
+@dataclass(slots=True)
+class KnownPickles:
+    """The pickles of a snapshot's files that were read: most ranks write the same bytes, and values are inert, so one serves all.
+
+    So 512 ranks take the time and the memory of a few, and files with the same pickle have the same object as their value.
+    """
+
+    _by_bytes: dict[bytes, Pickled] = field(default_factory=dict)
+    _room_bytes: int = 64 << 20
+
+    def read(self, data: bytes) -> Pickled:
+        """What a pickle holds. Raises PickleError."""
+        known = self._by_bytes.get(data)
+        if known is not None:
+            return known
+        pickled = read_pickle(data)
+        if len(data) <= self._room_bytes:
+            self._room_bytes -= len(data)
+            self._by_bytes[data] = pickled
+        return pickled
+
+
+def read_torch_file(region: Region, known: KnownPickles | None = None) -> TorchFile:
     """The value in a torch file and its storages; what is wrong becomes findings, and the rest is still there.
 
+    Args: known: shared by the files of one snapshot.
     Raises: StorageError: when the storage fails. MissingExtraError: when a codec is needed that is not installed.
     """
     if region.length == 0:
         return TorchFile("", findings=[Finding("empty-file", region.where(), "a torch file", "0 bytes")])
     head = region.read(0, min(64, region.length))
     if head.startswith(ZIP_MAGIC):
-        return _read_archive(region)
+        return _read_archive(region, known or KnownPickles())
     refused = _refused_dialect(region, head)
     if refused:
         return TorchFile("", findings=[refused])
@@ -87,7 +110,7 @@ def _refused_dialect(region: Region, head: bytes) -> Finding | None:
     return None
 
 
-def _read_archive(region: Region) -> TorchFile:
+def _read_archive(region: Region, known: KnownPickles) -> TorchFile:
     directory = read_zip(region)
     file = TorchFile("zip", findings=list(directory.findings))
     if "constants.pkl" in directory.records and any(n.startswith("code/") for n in directory.records):
@@ -112,7 +135,7 @@ def _read_archive(region: Region) -> TorchFile:
         if directory.has_checksums and zlib.crc32(data) != pickled.crc32:
             expected, found = f"CRC-32 {pickled.crc32:08x}", f"{zlib.crc32(data):08x}"
             file.findings.append(Finding("checksum-mismatch", f"`data.pkl` in {region.where(pickled.offset)}", expected, found))
-        file.value = _read_value(data, f"`data.pkl` in {region.where(pickled.offset)}", file.findings)
+        file.value = _read_value(data, f"`data.pkl` in {region.where(pickled.offset)}", file.findings, known)
     return file
 
 
@@ -187,10 +210,10 @@ def _record_bytes(region: Region, record: ZipRecord, findings: list[Finding]) ->
     return data
 
 
-def _read_value(data: bytes, where: str, findings: list[Finding]) -> object:
+def _read_value(data: bytes, where: str, findings: list[Finding], known: KnownPickles) -> object:
     """A pickle's value; None with a finding when it does not parse. Names that run code elsewhere are findings too."""
     try:
-        pickled = read_pickle(data)
+        pickled = known.read(data)
     except PickleError as e:
         findings.append(Finding(e.code, where, "a pickle", str(e)))
         return None

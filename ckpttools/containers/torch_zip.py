@@ -29,6 +29,9 @@ _KNOWN_FLAGS = 0x0808
 """Bit 3: sizes follow the data. Bit 11: names are UTF-8. What torch sets; compression levels (bits 1, 2) also pass."""
 _MAX_RECORDS = 4_000_000
 _U16, _U32 = 0xFFFF, 0xFFFFFFFF
+_ROW = struct.Struct("<4xHHHH4xIIIHHH8xI")
+"""Of the directory, after its mark: made by, needed, flags, method; CRC, lengths, lengths of the texts; the header's place."""
+_NUMBERS = struct.Struct("<III")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class _Entry:
     """A row of the central directory, as it stands there."""
 
     name: str
+    stored_name: bytes
     flags: int
     method: int
     crc32: int
@@ -161,17 +165,16 @@ def _central_entries(region: Region, directory: _Directory, findings: list[Findi
     offset, at = directory.offset, 0
     data = region.read(offset, directory.length)
     for _ in range(directory.total):
-        if data[at : at + 4] != _CENTRAL:
+        if data[at : at + 4] != _CENTRAL or at + 46 > len(data):
             raise ValueError(f"no directory entry at byte {offset + at}")
-        flags, method = struct.unpack_from("<HH", data, at + 8)
-        crc, stored, plain, name_length, extra_length, comment_length = struct.unpack_from("<IIIHHH", data, at + 16)
-        (header,) = struct.unpack_from("<I", data, at + 42)
+        _, _, flags, method, crc, stored, plain, name_length, extra_length, comment_length, header = _ROW.unpack_from(data, at)
         stop = at + 46 + name_length + extra_length
         if stop + comment_length > len(data):
             raise ValueError(f"a directory entry at byte {offset + at} is longer than the directory")
-        name = data[at + 46 : at + 46 + name_length].decode("utf-8", "surrogateescape")
-        stored, plain, header = _zip64(data[at + 46 + name_length : stop], stored, plain, header)
-        yield _Entry(name, flags, method, crc, stored, plain, header)
+        name = data[at + 46 : at + 46 + name_length]
+        if extra_length:
+            stored, plain, header = _zip64(data[at + 46 + name_length : stop], stored, plain, header)
+        yield _Entry(name.decode("utf-8", "surrogateescape"), name, flags, method, crc, stored, plain, header)
         at = stop + comment_length
     if at != len(data):
         found = f"{len(data) - at} more bytes"
@@ -205,8 +208,8 @@ def _common_root(entries: list[_Entry], region: Region, findings: list[Finding])
 
 def _locate(region: Region, entry: _Entry, name: str, directory: int, findings: list[Finding]) -> ZipRecord | None:
     """A member's data, found by its local header; None when the header does not belong to the directory entry."""
-    where = f"`{entry.name}` in {region.where(entry.header_offset)}"
     unknown = entry.flags & ~(_KNOWN_FLAGS | 0x0006)
+    where = f"`{entry.name}` in {region.where(entry.header_offset)}"
     if unknown or entry.method not in (STORED, DEFLATED):
         found = f"flags {entry.flags:#06x}, method {entry.method}"
         findings.append(Finding("bad-container", where, "a member that is stored or deflated, not encrypted", found))
@@ -214,14 +217,14 @@ def _locate(region: Region, entry: _Entry, name: str, directory: int, findings: 
     if entry.header_offset + 30 > directory:
         findings.append(Finding("bad-container", where, f"a header before byte {directory}", "one after it"))
         return None
-    local = region.read(entry.header_offset, 30)
+    local = region.read(entry.header_offset, min(30 + len(entry.stored_name), directory - entry.header_offset))
     name_length, extra_length = struct.unpack_from("<HH", local, 26)
     offset = entry.header_offset + 30 + name_length + extra_length
     if local[:4] != _LOCAL or offset + entry.stored_length > directory:
         findings.append(Finding("bad-container", where, "a local header and the data that it announces", repr(local[:4])))
         return None
-    local_name = region.read(entry.header_offset + 30, name_length).decode("utf-8", "surrogateescape")
-    if local_name != entry.name:
+    if name_length != len(entry.stored_name) or local[30:] != entry.stored_name:
+        local_name = region.read(entry.header_offset + 30, name_length).decode("utf-8", "surrogateescape")
         findings.append(Finding("bad-container", where, "the same name in both headers", f"`{local_name}`"))
         return None
     if entry.method == STORED and entry.length != entry.stored_length:
@@ -237,10 +240,11 @@ def _check_copies(
 ) -> None:
     """Whether the other places that state a member's CRC and lengths agree with the directory."""
     (method,) = struct.unpack_from("<H", local, 8)
-    copies = [("local header", struct.unpack_from("<III", local, 14))]
-    if stop + 24 <= directory and region.read(stop, 4) == _DESCRIPTOR:
+    copies = [("local header", _NUMBERS.unpack_from(local, 14))]
+    after = region.read(stop, 24) if stop + 24 <= directory else b""
+    if after.startswith(_DESCRIPTOR):
         wide = _U32 in copies[0][1][1:] or max(entry.stored_length, entry.length) >= _U32
-        copies.append(("data descriptor", struct.unpack("<IQQ" if wide else "<III", region.read(stop + 4, 20 if wide else 12))))
+        copies.append(("data descriptor", struct.unpack_from("<IQQ" if wide else "<III", after, 4)))
     if method != entry.method:
         findings.append(Finding("bad-container", where, f"method {entry.method} in both headers", f"method {method}"))
     for place, (crc, stored, plain) in copies:

@@ -31,7 +31,7 @@ from ckpttools.layouts import (
     vllm,
 )
 from ckpttools.layouts.base import Contents, Layout, Part
-from ckpttools.layouts.checks import check_cover, check_data, check_names, find_aliases
+from ckpttools.layouts.checks import check_covers, check_data, check_names, find_aliases
 from ckpttools.layouts.families import MODEL, families_of_keys, is_known_stem
 from ckpttools.model import Checkpoint, FileEntry, Mesh, ObjectEntry, Path, TensorEntry, render_path
 from ckpttools.storage.source import Listing, Source, open_source, read
@@ -175,8 +175,7 @@ def _put_together(source: Source, listing: Listing, parts: Sequence[Part], locat
     main = contents[0]
     findings += check_names(tensors)
     findings += check_data(tensors, main)
-    for entry in tensors:
-        findings += check_cover(entry)
+    findings += check_covers(tensors)
     files = _files(listing, contents)
     findings += _leftovers(listing, files)
     return Checkpoint(

@@ -9,12 +9,15 @@ from ckpttools.findings import Finding
 from ckpttools.geometry import cover
 from ckpttools.layouts.base import Contents
 from ckpttools.layouts.families import MODEL
-from ckpttools.model import TensorEntry
+from ckpttools.model import Box, TensorEntry
 
 _GATHER = "if the run partitioned its parameters, gather them before saving, or consolidate its own checkpoint"
 _MAX_NAMED_TENSORS = 8
 _MAX_NAMED_PIECES = 16
 """Of one tensor; who reads a thousand lines about it?"""
+
+
+_FEW = 16
 
 
 def check_names(tensors: Iterable[TensorEntry]) -> Iterator[Finding]:
@@ -40,6 +43,21 @@ def check_data(tensors: Sequence[TensorEntry], model: Contents) -> Iterator[Find
     data = next((f.path for f in model.files if f.role == "data"), "")
     if data and not (tensors or model.objects or any(f.is_error for f in model.findings)):
         yield Finding("no-data", data, "tensors", "none", _GATHER)
+
+
+def check_covers(tensors: Iterable[TensorEntry]) -> Iterator[Finding]:
+    """Whether the pieces of each tensor tile its shape exactly.
+
+    A weight, its master and its states mostly lie in the same boxes, one after the other, so what held of the last is not
+    computed again.
+    """
+    last: tuple[tuple[int, ...], list[Box]] | None = None
+    for entry in tensors:
+        boxes = [p.box for p in entry.pieces]
+        if (entry.spec.shape, boxes) != last:
+            found = list(check_cover(entry))
+            yield from found
+            last = None if found else (entry.spec.shape, boxes)
 
 
 def check_cover(entry: TensorEntry) -> Iterator[Finding]:
@@ -72,8 +90,13 @@ def find_aliases(tensors: Iterable[TensorEntry]) -> tuple[tuple[str, ...], ...]:
     stored = [t for t in tensors if t.spec.volume and t.spec.shape != () and t.pieces]
     begin = [(t.pieces[0].extent.file, t.pieces[0].extent.offset) for t in stored]
     count = Counter(begin)  # where a tensor begins is quick to look up, and mostly tells it apart
-    groups: dict[object, list[str]] = defaultdict(list)
+    groups: dict[object, list[tuple[TensorEntry, list[str]]]] = defaultdict(list)
     for entry, place in zip(stored, begin, strict=True):
-        if count[place] > 1:
-            groups[entry.spec.dtype, entry.spec.shape, entry.pieces].append(entry.name)
-    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+        if count[place] > 1:  # comparing few is faster than a hash of all pieces, and many is not
+            alike = groups[entry.spec.dtype, entry.spec.shape, place, entry.pieces if count[place] > _FEW else ()]
+            names = next((names for other, names in alike if other.pieces == entry.pieces), None)
+            if names is None:
+                names = []
+                alike.append((entry, names))
+            names.append(entry.name)
+    return tuple(tuple(names) for alike in groups.values() for _, names in alike if len(names) > 1)

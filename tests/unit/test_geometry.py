@@ -298,6 +298,20 @@ class TestCover:
 
     @many
     @given(st.data())
+    def test_flat_ranges_one_after_the_other_are_exact_and_a_changed_one_is_judged_as_by_the_oracle(self, data):
+        shape = data.draw(shapes(min_side=1, max_side=4))
+        cuts = sorted(data.draw(st.lists(st.integers(0, prod(shape)), max_size=4)))
+        boxes = [
+            b for low, high in itertools.pairwise([0, *cuts, prod(shape)]) for b in geometry.flat_range_to_boxes(shape, low, high)
+        ]
+        assert cover(shape, boxes).is_exact
+        check_cover(shape, boxes)
+        at = data.draw(st.integers(0, len(boxes) - 1))
+        boxes[at] = data.draw(boxes_near(shape))
+        check_cover(shape, boxes)
+
+    @many
+    @given(st.data())
     def test_partition_less_one_box_has_a_hole_of_its_size(self, data):
         shape = data.draw(shapes(min_side=1))
         boxes = data.draw(partitions(shape))

@@ -90,8 +90,12 @@ class Book:
         self.objects.setdefault(path, ObjectEntry(render_path(path), path, kind, record, family=family))
 
     def _local(self, name: str, key: Key, tp: int, dtype: DType, shape: tuple[int, ...], where: str) -> Local | None:
-        shards = self._shards.setdefault((name, key), {})
-        local = shards.setdefault(tp, Local(dtype, shape, where))
+        shards = self._shards.get((name, key))
+        if shards is None:
+            shards = self._shards[name, key] = {}
+        local = shards.get(tp)
+        if local is None:
+            local = shards[tp] = Local(dtype, shape, where)
         if (local.dtype, local.shape) != (dtype, shape):
             expected = f"{local.dtype} {list(local.shape)} as in {local.where}"
             self.findings.append(Finding("rank-mismatch", f"{name} in {where}", expected, f"{dtype} {list(shape)}"))

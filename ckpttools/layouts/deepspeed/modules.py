@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from ckpttools.containers.torch_entries import RankFile
+from ckpttools.containers.torch_values import MalformedError, TensorValue, read_value
 from ckpttools.findings import Finding
 from ckpttools.layouts.deepspeed.book import WEIGHT, Book
 from ckpttools.layouts.deepspeed.names import Names, expert_name, layer_name
@@ -29,9 +30,16 @@ _MAX_NAMED = 64
 
 def read_modules(book: Book, files: Files, ranks: Ranks) -> None:
     """The state dict in each model file."""
+    filled: dict[int, dict[str, object]] = {}  # most ranks of ZeRO 3 have one and the same, of which little is not empty
     for (dp, mp), model in sorted(ranks.models.items(), key=lambda item: (item[0][1], item[0][0])):
         trained = {name for group in model.shapes or [] for name in group}
-        for name, record in model.module.items():
+        if ranks.stage == 3 and dp > 0:
+            if id(model.module) not in filled:
+                filled[id(model.module)] = {n: r for n, r in model.module.items() if not _is_empty(r)}
+            records = filled[id(model.module)]
+        else:
+            records = model.module
+        for name, record in records.items():
             stored = files.locate(model.file, record, f"`{name}`")
             if stored is None:
                 if record is not None:
@@ -43,6 +51,15 @@ def read_modules(book: Book, files: Files, ranks: Ranks) -> None:
             elif name not in trained and name not in model.frozen_shapes and name not in book.shared and dp == 0:
                 files.findings.append(Finding("no-data", f"`{name}` in {model.path}", "values, or a shape", "an empty tensor"))
         book.buffers |= model.buffers
+
+
+def _is_empty(record: object) -> bool:
+    """Whether it is a tensor without elements, as ZeRO 3 leaves of every parameter."""
+    try:
+        value = read_value(record)
+    except MalformedError:
+        return False
+    return isinstance(value, TensorValue) and 0 in value.shape
 
 
 def share_tied(book: Book, ranks: Ranks) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from ckpttools.dtypes import DType
 from ckpttools.geometry import flat_range_to_boxes, intersect, is_row_major, row_major_strides, span_elements
@@ -36,14 +37,25 @@ class Cut:
     size: int
 
 
-def flat_pieces(shape: Sequence[int], start: int, stop: int, extent: Extent, dtype: DType, rank: int) -> list[Piece]:
-    """The elements [start, stop) of a row-major tensor, which lie one after the other from the offset of `extent`. Pure."""
-    found, offset = [], extent.offset
-    for box in flat_range_to_boxes(shape, start, stop):
-        length = box.volume * dtype.item_bytes
+def flat_pieces(
+    shape: Sequence[int], start: int, stop: int, extent: Extent, dtype: DType, rank: int, *, skipped: int = 0
+) -> list[Piece]:
+    """The elements [start, stop) of a row-major tensor, which lie one after the other in `extent`. Pure.
+
+    Args: skipped: elements between the begin of the extent and the first of them.
+    """
+    found, offset = [], extent.offset + skipped * dtype.item_bytes
+    for box, volume in _flat_boxes(tuple(shape), start, stop):
+        length = volume * dtype.item_bytes
         found.append(Piece(box, Extent(extent.file, offset, length, None, extent.transforms, extent.encoding), rank))
         offset += length
     return found
+
+
+@lru_cache(maxsize=1024)
+def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[tuple[Box, int], ...]:
+    """The boxes of a flat range and their volumes: the same for a master and each state beside it, so made once. Pure."""
+    return tuple((box, box.volume) for box in flat_range_to_boxes(shape, start, stop))
 
 
 def whole_piece(shape: tuple[int, ...], extent: Extent, rank: int) -> Piece:

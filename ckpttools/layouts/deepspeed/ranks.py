@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from ckpttools.containers.torch_entries import RankFile
@@ -115,10 +115,14 @@ class Ranks:
 def open_models(files: Files, names: Names) -> dict[tuple[int, int], ModelFile]:
     """Every model file that can be understood."""
     found = {}
+    known: dict[int, ModelFile] = {}  # most ranks say the same, in one and the same object
     for (dp, mp), path in sorted(names.model.items()):
         file = files.open(path, mp if not names.is_sharded else dp)
         if file is not None:
-            found[dp, mp] = _model_file(files, path, dp, mp, file)
+            like = known.get(id(file.torch.value))
+            if like is None:
+                like = known[id(file.torch.value)] = _model_file(files, path, dp, mp, file)
+            found[dp, mp] = replace(like, path=path, dp=dp, mp=mp, file=file)
     return found
 
 

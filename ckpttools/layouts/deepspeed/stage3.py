@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
+from ckpttools.dtypes import DType
 from ckpttools.findings import Finding
 from ckpttools.layouts.deepspeed.book import MASTER, WEIGHT, Book
 from ckpttools.layouts.deepspeed.flat import share_of
@@ -34,6 +35,17 @@ class Stretch:
     starts: tuple[int, ...]
     """Where each begins in the stretch."""
 
+    @property
+    def dtype(self) -> DType | None:
+        """Of its elements; None when nothing could be located."""
+        return next((s.dtype for s in self.groups if s is not None), None)
+
+    @property
+    def held(self) -> int:
+        """Elements in it."""
+        last = self.groups[-1]
+        return self.starts[-1] + (last.numel if last else 0)
+
     def pieces(self, shape: tuple[int, ...], at: int, first: int, stop: int, rank: int) -> list[Piece]:
         """The elements [first, stop) of a parameter, which begin at element `at` of the stretch."""
         found: list[Piece] = []
@@ -44,8 +56,7 @@ class Stretch:
             end = self.starts[g + 1] if g + 1 < len(self.starts) else self.starts[g] + (stored.numel if stored else 0)
             taken = min(stop - first, max(0, end - at))
             if stored is not None and 0 < taken <= stored.numel - within:
-                extent = replace(stored.extent, offset=stored.extent.offset + within * stored.dtype.item_bytes)
-                found += flat_pieces(shape, first, first + taken, extent, stored.dtype, rank)
+                found += flat_pieces(shape, first, first + taken, stored.extent, stored.dtype, rank, skipped=within)
             first, at, g = first + taken, at + taken, g + 1
         return found
 
@@ -63,18 +74,14 @@ def read_stage3(
         place = [_partition(file, g, rank, dp) for g in range(len(groups))]
         parts = [share_of(prod(shape), place[g][0]) for _, shape, g in shapes]
         offsets = [0, *accumulate(parts)]
-        for stretch in _stretches(files, file):
-            held = stretch.starts[-1] + (stretch.groups[-1].numel if stretch.groups[-1] else 0)
-            if held != offsets[-1]:
-                what = "fp32 weights" if stretch.key == MASTER else f"`{stretch.key[0]}`"
-                expected = f"{offsets[-1]} elements, by the shapes of {len(shapes)} parameters for {dp} ranks"
-                files.findings.append(Finding("group-mismatch", f"{what} in {file.path}", expected, f"{held} elements"))
-            dtype = next((s.dtype for s in stretch.groups if s is not None), None)
-            if dtype is None:
+        stretches = _checked_stretches(files, file, offsets[-1], f"by the shapes of {len(shapes)} parameters for {dp} ranks")
+        for (name, shape, g), part, at in zip(shapes, parts, offsets, strict=False):
+            numel = prod(shape)
+            first = min(place[g][1] * part, numel)
+            if first == numel and book.holds(name, MASTER):  # nothing but padding
                 continue
-            for (name, shape, g), part, at in zip(shapes, parts, offsets, strict=False):
-                first = min(place[g][1] * part, prod(shape))
-                pieces = stretch.pieces(shape, at, first, min(first + part, prod(shape)), rank)
+            for stretch, dtype in stretches:
+                pieces = stretch.pieces(shape, at, first, min(first + part, numel), rank)
                 book.add(name, stretch.key, tp, dtype, shape, pieces, file.path)
                 if stretch.key == MASTER:
                     book.add(name, WEIGHT, tp, dtype, shape, pieces, file.path)
@@ -89,6 +96,19 @@ def _partition(file: OptimizerFile, g: int, rank: int, dp: int) -> tuple[int, in
     metadata = table(stated[g]) if g < len(stated) else {}
     own = count(metadata.get("partition_rank"))
     return count(metadata.get("partition_count")) or dp, rank if own is None else own
+
+
+def _checked_stretches(files: Files, file: OptimizerFile, held: int, why: str) -> list[tuple[Stretch, DType]]:
+    """The stretches of a rank of which anything could be located; a finding for each that has not `held` elements."""
+    found = []
+    for stretch in _stretches(files, file):
+        if stretch.held != held:
+            what = "fp32 weights" if stretch.key == MASTER else f"`{stretch.key[0]}`"
+            where, expected = f"{what} in {file.path}", f"{held} elements, {why}"
+            files.findings.append(Finding("group-mismatch", where, expected, f"{stretch.held} elements"))
+        if stretch.dtype is not None:
+            found.append((stretch, stretch.dtype))
+    return found
 
 
 def _stretches(files: Files, file: OptimizerFile) -> Iterator[Stretch]:

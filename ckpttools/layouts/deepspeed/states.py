@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ckpttools.containers.torch_entries import RankFile, open_rank_file
 from ckpttools.containers.torch_extents import Expansion, locate_tensor
+from ckpttools.containers.torch_file import KnownPickles
 from ckpttools.containers.torch_values import MalformedError, TensorValue, read_value
 from ckpttools.dtypes import DType
 from ckpttools.findings import Finding
@@ -48,10 +49,11 @@ class Files:
     findings: list[Finding] = field(default_factory=list)
     checksums: list[StoredChecksum] = field(default_factory=list)
     _expansion: Expansion = field(default_factory=Expansion)
+    _pickles: KnownPickles = field(default_factory=KnownPickles)
 
     def open(self, path: str, rank: int = 0) -> RankFile | None:
         """An opened torch file; None, with findings, when nothing in it can be understood. Raises StorageError."""
-        file = open_rank_file(self.source, path, self.listing.length_bytes(path), rank)
+        file = open_rank_file(self.source, path, self.listing.length_bytes(path), rank, self._pickles)
         self.findings += file.torch.findings
         self.checksums += file.torch.checksums
         self._expansion.add_file(file.torch)

@@ -10,6 +10,9 @@ import tarfile
 import pytest
 import torch
 
+from ckpttools.containers.torch_entries import open_rank_file
+from ckpttools.containers.torch_file import KnownPickles
+from ckpttools.storage.source import open_source
 from tests.unit.containers.torch_bytes import as_torch, by_hand, checked, codes, rezipped, saved, tensor_pickle, values
 
 DTYPES = [
@@ -242,3 +245,20 @@ class TestComposites:
 
         result = checked(tmp_path, rezipped(saved({"s": torch.eye(3).to_sparse()}), change))
         assert ({"bad-pickle"}, ["s::values"]) == (codes(result), [t.name for t in result.checkpoint])
+
+
+class TestManyRanks:
+    def test_files_with_the_same_pickle_have_one_value(self, tmp_path):
+        source, known = open_source(str(tmp_path))[0], KnownPickles()
+        for rank in range(3):
+            torch.save({"w": torch.full((4,), float(rank)), "n": 1 if rank < 2 else 2}, tmp_path / f"{rank}.pt")
+        files = [open_rank_file(source, f"{r}.pt", (tmp_path / f"{r}.pt").stat().st_size, r, known) for r in range(3)]
+        one, same, other = (f.torch.value for f in files)
+        assert (True, False) == (one is same, one is other)
+        assert files[0].torch.checksums != files[1].torch.checksums
+
+    def test_nothing_that_was_read_of_a_file_stays_in_memory(self, tmp_path):
+        torch.save({"w": torch.ones(9)}, tmp_path / "f.pt")
+        file = open_rank_file(open_source(str(tmp_path))[0], "f.pt", (tmp_path / "f.pt").stat().st_size)
+        assert [] == file.region._cached
+        assert b"PK" == file.region.read(0, 2)
