@@ -35,7 +35,7 @@ BLOCKS: tuple[tuple[str, ...], ...] = (
     ("layouts.base", "layouts.checks", "layouts.families"),
     ("layouts.*",),
     ("layouts",),
-    ("gather", "digest", "cast", "average", "seals", "plan", "checksums"),
+    ("gather", "digest", "cast", "rounding", "average", "seals", "plan", "checksums"),
     ("execute",),
     ("operations", "snapshots"),
     ("cli",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ckpttools.cast import CastCounts, Caster
 from ckpttools.digest import Hasher, new_hasher
@@ -15,6 +15,7 @@ from ckpttools.execute.sink import Sink
 from ckpttools.gather import Gather, Watch
 from ckpttools.model import Box
 from ckpttools.plan import PlannedTensor
+from ckpttools.rounding import RoundedDigest
 from ckpttools.storage.buffer import Buffer
 from ckpttools.storage.source import Source
 
@@ -35,11 +36,13 @@ class Flow:
         stop: threading.Event,
         progress: Callable[[int], None],
         watch: Watch | None = None,
+        roundings: Mapping[str, DType] | None = None,
     ) -> None:
         self._source = source
         self._gather = Gather(source, memory_bytes=memory_bytes)
         self._algorithm = algorithm
         self._watch = watch
+        self._roundings = roundings or {}
         self._stop = stop
         self._casters: dict[tuple[DType, DType], Caster] = {}
         self._buffer = Buffer()
@@ -64,7 +67,7 @@ class Flow:
         """Read the values of `box` (the whole tensor unless given) once and give each sink those of its box.
 
         Each sink digests what it gets. With one sink that is all there is to digest; with none, or several, or with a
-        cast, the values are digested here too, as they were read and as they are written.
+        cast, the values are digested here too, as they were read and as they are written; and as they round, where asked for.
         """
         source = tensor.source.spec
         is_whole = len(sinks) == 1
@@ -73,10 +76,14 @@ class Flow:
         put = sinks[0][1].put if is_whole else Scatter(source.shape, tensor.dtype, sinks, self._scratch).put
         caster = self._caster(source.dtype, tensor.dtype) if tensor.is_cast else None
         counts = CastCounts()
+        target = self._roundings.get(tensor.name)
+        rounded = RoundedDigest(source.dtype, target, self._algorithm) if target else None
         for tile in self._gather.stream(tensor.source, box, watch=self._watch):
             self.require_going()
             if of_source is not None:
                 of_source.update(tile)
+            if rounded is not None:
+                rounded.update(tile)
             for start in range(0, len(tile), _CAST_BYTES if caster else max(1, len(tile))):
                 values = tile
                 if caster:
@@ -88,7 +95,8 @@ class Flow:
                     put(values)
                     self.progress(len(values))
         digest = sinks[0][1].record.digest if is_whole else (of_values or of_source or self.new_hasher()).hexdigest()
-        return TensorRecord(of_source.hexdigest() if of_source else digest, digest, counts if caster else None)
+        read = of_source.hexdigest() if of_source else digest
+        return TensorRecord(read, digest, counts if caster else None, rounded.hexdigest() if rounded else "")
 
     def _caster(self, source: DType, target: DType) -> Caster:
         if (source, target) not in self._casters:

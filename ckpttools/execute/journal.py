@@ -21,7 +21,7 @@ from ckpttools.execute.records import Records, SegmentRecord, TensorRecord
 from ckpttools.plan import Plan
 from ckpttools.storage.target import Target
 
-_FORMAT = 1
+_FORMAT = 2
 _MIN_BATCH_BYTES = 256 << 20
 _BATCHES = 64
 """Flushing every file that was touched has a cost per file, so a run is cut into this many batches at most."""
@@ -135,7 +135,8 @@ def _render(records: Records) -> str:
         {
             "segments": [[i, j, r.digest, r.crc] for (i, j), r in records.segments.items()],
             "tensors": [
-                [name, r.source_digest, r.digest, astuple(r.counts) if r.counts else None] for name, r in records.tensors.items()
+                [name, r.source_digest, r.digest, astuple(r.counts) if r.counts else None, r.rounded_digest]
+                for name, r in records.tensors.items()
             ],
             "files": sorted(records.files),
         },
@@ -148,8 +149,8 @@ def _parse(line: str) -> Records:
     return Records(
         {(i, j): SegmentRecord(digest, crc) for i, j, digest, crc in content["segments"]},
         {
-            name: TensorRecord(source_digest, digest, CastCounts(*counts) if counts is not None else None)
-            for name, source_digest, digest, counts in content["tensors"]
+            name: TensorRecord(source_digest, digest, CastCounts(*counts) if counts is not None else None, rounded)
+            for name, source_digest, digest, counts, rounded in content["tensors"]
         },
         set(content["files"]),
     )

@@ -32,6 +32,8 @@ class TensorRecord:
     source_digest: str
     digest: str
     counts: CastCounts | None = None
+    rounded_digest: str = ""
+    """Of the source's values rounded to another dtype, where that was asked for."""
 
 
 @dataclass(slots=True)
@@ -81,6 +83,8 @@ class WrittenTensor:
     slots: tuple[WrittenSlot, ...]
     counts: CastCounts | None = None
     """What the cast could not keep; None where there was none."""
+    rounded_digest: str = ""
+    """Of the values read, rounded to the dtype that was asked for; empty where none was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,4 +159,4 @@ def _written_tensors(plan: Plan, records: Records) -> Iterator[WrittenTensor]:
             for placed in tensor.slots
         )
         spec = TensorSpec(tensor.name, tensor.dtype, tensor.source.spec.shape)
-        yield WrittenTensor(spec, record.source_digest, record.digest, slots, record.counts)
+        yield WrittenTensor(spec, record.source_digest, record.digest, slots, record.counts, record.rounded_digest)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
+from ckpttools.dtypes import DType
 from ckpttools.errors import ConversionError
 from ckpttools.execute.crew import Crew
 from ckpttools.execute.flow import Flow
@@ -39,6 +41,7 @@ def run(
     verify: bool = False,
     finish: Finish | None = None,
     watch: Watch | None = None,
+    roundings: Mapping[str, DType] | None = None,
 ) -> Executed:
     """Carry out a plan. The output is the same for any number of jobs, and for any number of interruptions.
 
@@ -53,6 +56,7 @@ def run(
             read back with `verify`; called by one thread at a time.
         finish: asked before anything becomes visible (on a local disk); what it raises stops that.
         watch: shown every stretch of source bytes as it is read.
+        roundings: output name -> dtype for which the digest of the rounded source values is wanted too.
         verify: read the output back and compare digests before it becomes visible; takes about one read of it. What is
             still in the page cache is read from there: this finds bytes that went wrong on the way, not a failing disk.
 
@@ -71,10 +75,8 @@ def run(
         resumed = Records(dict(records.segments), dict(records.tensors), set(records.files))
         report(sum(segment_length(plan.files[i].segments[j]) for i, j in resumed.segments))
         share_bytes = memory_bytes // jobs // 2  # the other half is for casts, scattered slots and uploads
-        flows = [
-            Flow(source, memory_bytes=share_bytes, algorithm=algorithm, stop=stop, progress=report, watch=watch)
-            for _ in range(jobs)
-        ]
+        flow = partial(Flow, source, algorithm=algorithm, stop=stop, progress=report, watch=watch, roundings=roundings)
+        flows = [flow(memory_bytes=share_bytes) for _ in range(jobs)]
         crew = Crew(flows, stop)
         writer = _writer(plan, target, crew, records)
         ending.callback(writer.close)

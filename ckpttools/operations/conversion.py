@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from ckpttools.cast import CastCounts
 from ckpttools.containers.copies import with_roots
 from ckpttools.digest import TensorDigest, digest_bytes
+from ckpttools.dtypes import DType
 from ckpttools.errors import DestinationError, DestinationExistsError, FindingsError, UsageError
 from ckpttools.execute import Executed, run
 from ckpttools.execute.run import Finish
@@ -53,6 +54,8 @@ class Conversion:
     """None for a dry run."""
     carried: tuple[TensorEntry, ...] = ()
     """Source tensors inside of objects that go over byte for byte."""
+    derived: tuple[TensorEntry, ...] = ()
+    """Source tensors that are not written because their masters stand for them."""
     notes: tuple[str, ...] = ()
     """What people should hear: of names that were converted, and of what the source cannot prove."""
     resumed_bytes: int = 0
@@ -88,6 +91,7 @@ def carry_out(conversion: Conversion, snapshot: Snapshot, manner: Manner) -> Con
         tensors,
         manner.allowed_findings,
         objects=conversion.selection.objects,
+        derived=conversion.derived,
         jobs=manner.jobs,
         memory_bytes=manner.memory_bytes,
     )
@@ -107,6 +111,7 @@ def carry_out(conversion: Conversion, snapshot: Snapshot, manner: Manner) -> Con
             verify=is_verifying,
             finish=_finisher(conversion, snapshot, proof, sealed, target),
             watch=proof.watch,
+            roundings={} if is_url(conversion.destination) else _roundings(conversion, proof),
         )
 
     standing: StandingTarget | None = None
@@ -125,6 +130,12 @@ def carry_out(conversion: Conversion, snapshot: Snapshot, manner: Manner) -> Con
     return replace(_with_results(conversion, executed, sealed[0]), was_done=standing is not None)
 
 
+def _roundings(conversion: Conversion, proof: SourceProof) -> dict[str, DType]:
+    """The masters, by output name, whose rounding is digested on the way."""
+    wanted = proof.roundings()
+    return {name: wanted[t.source.name] for name, t in conversion.plan.tensors.items() if t.source.name in wanted}
+
+
 def _finisher(
     conversion: Conversion,
     snapshot: Snapshot,
@@ -135,7 +146,8 @@ def _finisher(
     """What is done when all is written and (on a local disk) nothing is visible yet: prove the source, read, and seal."""
 
     def finish(executed: Executed) -> dict[str, bytes]:
-        proof.require({conversion.plan.tensors[t.spec.name].source.name: t.source_digest for t in executed.tensors})
+        read = [(conversion.plan.tensors[t.spec.name].source.name, t) for t in executed.tensors]
+        proof.require({n: t.source_digest for n, t in read}, {n: t.rounded_digest for n, t in read if t.rounded_digest})
         if isinstance(target, LocalTarget):
             _require_readable(conversion, target.built)
         elif isinstance(target, StandingTarget):

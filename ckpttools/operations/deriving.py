@@ -6,9 +6,14 @@ from dataclasses import replace
 
 from ckpttools.errors import ConversionError, UsageError
 from ckpttools.gather import Gather
-from ckpttools.model import Mesh
+from ckpttools.geometry import tiles
+from ckpttools.layouts.deepspeed.write import Derived
+from ckpttools.model import Box, Mesh, TensorEntry
 from ckpttools.operations.holding import Taken
 from ckpttools.operations.targets import Details, Target
+
+_MEMORY_BYTES = 16 << 20
+_TILE_ELEMENTS = 1 << 20
 
 
 def without_derived(taken: Taken, target: Target, details: Details, mesh: Mesh) -> Taken:
@@ -23,16 +28,34 @@ def without_derived(taken: Taken, target: Target, details: Details, mesh: Mesh) 
         return taken
     selection = taken.selection
     derived = target.derives(selection.tensors, selection.objects, stage=details.zero, dp=mesh.ranks)
-    gather = Gather(taken.snapshot.source, memory_bytes=1 << 20)
+    gather = Gather(taken.snapshot.source, memory_bytes=_MEMORY_BYTES)
+    for names, text in ((derived.equal, "one number for a whole parameter group"), (derived.tied, "one weight under two names")):
+        for name, kept in names.items():
+            entry, other = selection.tensors[name], selection.tensors[kept]
+            if not _are_equal(gather, entry, other):
+                found = f"{other.name} has another value"
+                raise ConversionError(f"{text}, and {name} is not the same", found=found, hints=[f"--exclude '{name}'"])
+    same = {**derived.aliases, **derived.equal, **derived.tied}
+    out = derived.left | same.keys()
+    rounded = {n: replace(t, rounded_from=_master(derived, n, taken) or t.rounded_from) for n, t in selection.tensors.items()}
+    tensors = {n: t for n, t in rounded.items() if n not in out}
+    left = tuple(rounded[n] for n in derived.left if rounded[n].rounded_from)
+    return replace(taken, selection=replace(selection, tensors=tensors, aliases=same), derived=left)
 
-    def value(name: str) -> bytes:
-        return b"".join(bytes(view) for view in gather.stream(selection.tensors[name]))
 
-    for name, kept in derived.equal.items():
-        same = selection.tensors[name].pieces == selection.tensors[kept].pieces
-        if not same and value(name) != value(kept):
-            found = f"{selection.tensors[kept].name} has another value"
-            raise ConversionError(f"one number for a whole parameter group, and {name} is not the same", found=found)
-    out = derived.left | derived.equal.keys() | derived.aliases.keys()
-    tensors = {n: t for n, t in selection.tensors.items() if n not in out}
-    return replace(taken, selection=replace(selection, tensors=tensors, aliases={**derived.aliases, **derived.equal}))
+def _master(derived: Derived, name: str, taken: Taken) -> str:
+    """The source's name of the tensor that a target takes a weight to be the rounding of; empty where there is none."""
+    entries = taken.selection.tensors
+    master = entries.get(derived.masters.get(name, ""))
+    return master.name if master is not None and master.pieces != entries[name].pieces else ""
+
+
+def _are_equal(gather: Gather, entry: TensorEntry, other: TensorEntry) -> bool:
+    """Whether two tensors of one shape have the same bytes."""
+    if entry.pieces == other.pieces:
+        return True
+    return all(_value(gather, entry, tile) == _value(gather, other, tile) for tile in tiles(entry.spec.box, _TILE_ELEMENTS))
+
+
+def _value(gather: Gather, entry: TensorEntry, box: Box) -> bytes:
+    return b"".join(bytes(view) for view in gather.stream(entry, box))

@@ -28,6 +28,8 @@ class Taken:
     """Name of a tensor or object -> why the target cannot hold it."""
     carried: tuple[TensorEntry, ...]
     """Tensors inside of objects that go over byte for byte."""
+    derived: tuple[TensorEntry, ...] = ()
+    """Weights that are not written because their masters stand for them."""
 
 
 def take(snapshot: Snapshot, target: Target, choice: Choice, allowed: Sequence[str]) -> Taken:

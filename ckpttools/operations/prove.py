@@ -1,4 +1,4 @@
-"""Proves a source while it is converted: against the checksums its writer stored, its seal, and its replicas.
+"""Proves a source while it is converted: against the checksums its writer stored, its seal, its replicas, and its masters.
 
 Without this a conversion would launder damage: the copy of a flipped bit has a right checksum of its own.
 """
@@ -11,6 +11,7 @@ from dataclasses import replace
 from ckpttools.checksums import ChecksumIndex, ChecksumWatch
 from ckpttools.containers.copies import compare_rest, with_roots
 from ckpttools.digest import TensorDigest
+from ckpttools.dtypes import DType
 from ckpttools.errors import FindingsError
 from ckpttools.findings import Finding
 from ckpttools.gather import Gather
@@ -19,6 +20,7 @@ from ckpttools.model import Encoding, ObjectEntry, TensorEntry
 from ckpttools.operations.replicas import REPLICA_HINT
 from ckpttools.operations.scan import scan
 from ckpttools.operations.validate import read_seal
+from ckpttools.rounding import check_roundings, is_rounding
 
 
 class SourceProof:
@@ -31,11 +33,15 @@ class SourceProof:
         allowed: Sequence[str],
         *,
         objects: Sequence[ObjectEntry] = (),
+        derived: Sequence[TensorEntry] = (),
         jobs: int,
         memory_bytes: int,
     ) -> None:
         self._snapshot = snapshot
         self._tensors = tensors
+        entries = {t.name: t for t in tensors}
+        self._masters = {w.name: entries[w.rounded_from] for w in (*tensors, *derived) if w.rounded_from in entries}
+        self._left = [w for w in derived if w.name in self._masters]
         self._allowed = allowed
         self._jobs = jobs
         self._memory_bytes = memory_bytes
@@ -52,14 +58,23 @@ class SourceProof:
         """See source bytes pass on their way to the output."""
         self._checksums.watch(file, encoding, offset, view)
 
+    def roundings(self) -> dict[str, DType]:
+        """Name of a master that is read -> the dtype of a weight for which its rounding is to be digested on the way."""
+        weights = [w for w in (*self._tensors, *self._left) if w.name in self._masters]
+        dtypes = {self._masters[w.name].name: w.spec.dtype for w in weights}
+        return {t.name: dtypes[t.name] for t in self._masters.values() if is_rounding(t.spec.dtype, dtypes[t.name])}
+
     def read_first(self) -> None:
         """Prove the source by a pass of its own. Raises FindingsError."""
-        self._require(self._scan(self._tensors, checksums=True), [])
+        self._require(self._scan((*self._tensors, *self._left), checksums=True, roundings=True), [])
 
-    def require(self, digests: Mapping[str, str]) -> None:
-        """Raise FindingsError unless all that was read, with these digests by name, is what the source says it is."""
+    def require(self, digests: Mapping[str, str], rounded: Mapping[str, str]) -> None:
+        """Raise FindingsError unless all that was read is what the source says it is.
+
+        Args: digests: by name, of what was read. rounded: by name of a master, of its values as they round.
+        """
         gather = Gather(self._snapshot.source, memory_bytes=self._memory_bytes)
-        self._require(digests, self._checksums.finish(gather))
+        self._require(digests, self._checksums.finish(gather) + self._misrounded(digests, rounded))
 
     def _require(self, digests: Mapping[str, str], findings: list[Finding]) -> None:
         if self._seal is not None:
@@ -74,6 +89,13 @@ class SourceProof:
             hints = [REPLICA_HINT] if any(f.code == "replica-mismatch" for f in errors) else [f"ckpttools validate {path}"]
             errors = list(with_roots(errors, self._snapshot.checkpoint.files))
             raise FindingsError(f"the source is damaged, so nothing was written: {path}", errors, hints=hints)
+
+    def _misrounded(self, digests: Mapping[str, str], rounded: Mapping[str, str]) -> list[Finding]:
+        """The weights that are not what their masters round to; those are read that are not written."""
+        digests = {**digests, **{d.name: d.digest for d in self.digests_of(self._left)}}
+        gather = Gather(self._snapshot.source, memory_bytes=self._memory_bytes)
+        pairs = [(w, self._masters[w.name]) for w in (*self._tensors, *self._left) if w.name in self._masters]
+        return check_roundings(gather, pairs, digests, rounded)
 
     def digests_of(self, tensors: Sequence[TensorEntry]) -> list[TensorDigest]:
         """Digests of further tensors of the source, read for it alone. Raises FindingsError where one cannot be read."""
@@ -105,6 +127,7 @@ class SourceProof:
         algorithm: str = "blake3",
         checksums: bool = False,
         replicas: bool = False,
+        roundings: bool = False,
     ) -> dict[str, str]:
         scanned = scan(
             self._snapshot.source,
@@ -113,6 +136,7 @@ class SourceProof:
             algorithm=algorithm,
             checksums=checksums,
             replicas=replicas,
+            roundings=roundings,
             jobs=self._jobs,
             memory_bytes=self._memory_bytes,
         )

@@ -146,7 +146,9 @@ def _conversion(snapshot: Snapshot, taken: Taken, arrangement: Arrangement, dest
         companions=_companions(snapshot, arrangement),
         listing=snapshot.listing,
     )
-    return Conversion(plan, taken.selection, arrangement, destination, is_file=False, carried=taken.carried)
+    return Conversion(
+        plan, taken.selection, arrangement, destination, is_file=False, carried=taken.carried, derived=taken.derived
+    )
 
 
 def _request(assignment: Assignment, snapshot: Snapshot, taken: Taken, details: Details) -> Request:

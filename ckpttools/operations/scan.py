@@ -14,12 +14,13 @@ from threading import local
 
 from ckpttools.checksums import ChecksumIndex, ChecksumWatch
 from ckpttools.digest import Hasher, TensorDigest, new_hasher
+from ckpttools.dtypes import DType
 from ckpttools.errors import FindingsError, StorageError
 from ckpttools.findings import WARNING, Finding
 from ckpttools.gather import Gather
 from ckpttools.model import Box, Checkpoint, Extent, Piece, StoredChecksum, TensorEntry
-from ckpttools.operations.rounding import check_rounding
 from ckpttools.operations.values import ValueReport, count_unusual
+from ckpttools.rounding import RoundedDigest, check_roundings, is_rounding
 from ckpttools.storage.source import Source
 
 _STALE = "none needed; the copy that training reads was taken"
@@ -40,6 +41,8 @@ class Scan:
     """By tensor name."""
     piece_digests: dict[tuple[str, Box], str] = field(default_factory=dict)
     """By tensor name and box, where pieces were asked for."""
+    rounded_digests: dict[str, str] = field(default_factory=dict)
+    """By name of a master, of its values as they round."""
     findings: list[Finding] = field(default_factory=list)
     bytes_read: int = 0
 
@@ -50,8 +53,9 @@ class _Want:
     has_pieces: bool
     has_checksums: bool
     has_replicas: bool
-    has_roundings: bool
     looks_at_values: bool
+    rounded: Mapping[str, DType]
+    """Name of a master -> the dtype of a weight for which its rounding is digested."""
 
 
 def scan(
@@ -75,23 +79,23 @@ def scan(
         pieces: also a digest per stored piece, as a seal has it.
         checksums: hold every stored CRC-32 against the bytes.
         replicas: hold every replica against the pieces.
-        roundings: hold every weight against the master that it was rounded from.
+        roundings: hold every weight against the master that it was rounded from, where both are read.
         values: look for NaN, infinity and bools other than 0 and 1.
         memory_bytes: bound on all buffers together.
 
     Raises: StorageError: never for one bad file (that is a finding), only for a missing codec.
     """
     chosen = checkpoint.tensors if tensors is None else tensors
-    want = _Want(algorithm, pieces, checksums, replicas, roundings, values)
+    pairs = _pairs(checkpoint, chosen) if roundings else []
+    rounded = {m.name: w.spec.dtype for w, m in pairs if is_rounding(m.spec.dtype, w.spec.dtype)}
+    want = _Want(algorithm, pieces, checksums, replicas, values, rounded)
     groups = _groups(chosen, checkpoint.checksums if checksums else ())
     threads = local()
-
-    masters = {t.name: checkpoint.by_name.get(t.rounded_from) for t in chosen if t.rounded_from}
 
     def run(batch: Sequence[_Group]) -> Scan:
         if not hasattr(threads, "gather"):
             threads.gather = Gather(source, memory_bytes=memory_bytes // max(jobs, 1))
-        worker = _Worker(source, threads.gather, want, masters, progress)
+        worker = _Worker(source, threads.gather, want, progress)
         for group in batch:
             worker.run(group)
         return worker.result
@@ -101,10 +105,19 @@ def scan(
         for part in pool.map(run, _batches(groups)):
             result.digests.update(part.digests)
             result.piece_digests.update(part.piece_digests)
+            result.rounded_digests.update(part.rounded_digests)
             result.findings += part.findings
             result.bytes_read += part.bytes_read
     result.digests = {t.name: result.digests[t.name] for t in chosen if t.name in result.digests}
+    digests = {name: d.digest for name, d in result.digests.items()}
+    result.findings += check_roundings(Gather(source, memory_bytes=memory_bytes), pairs, digests, result.rounded_digests)
     return result
+
+
+def _pairs(checkpoint: Checkpoint, chosen: Sequence[TensorEntry]) -> list[tuple[TensorEntry, TensorEntry]]:
+    """(weight, the master that it was rounded from), where both are read."""
+    by_name = {t.name: t for t in chosen}
+    return [(t, by_name[t.rounded_from]) for t in chosen if t.rounded_from in by_name]
 
 
 @dataclass(slots=True)
@@ -189,11 +202,9 @@ class _Worker:
         source: Source,
         gather: Gather,
         want: _Want,
-        masters: Mapping[str, TensorEntry | None],
         progress: Progress | None,
     ) -> None:
         self._source = source
-        self._masters = masters
         self._gather = gather
         self._want = want
         self._progress = progress
@@ -215,17 +226,19 @@ class _Worker:
             if self._want.has_replicas:
                 self._compare_copies(entry, entry.replicas, may_differ=entry.replicas_may_differ)
                 self._compare_copies(entry, entry.stale_copies, may_differ=True, remedy=_STALE)
-            if self._want.has_roundings:
-                self._compare_rounding(entry)
         self.result.findings += self._checksums.finish(self._gather, self._done)
 
     def _digest(self, entry: TensorEntry) -> str | None:
         """The digest of a whole tensor, with its pieces' where wanted; None with a finding when it cannot be read."""
         hasher = new_hasher(self._want.algorithm)
         report = ValueReport() if self._want.looks_at_values else None
+        target = self._want.rounded.get(entry.name)
+        rounded = RoundedDigest(entry.spec.dtype, target, self._want.algorithm) if target else None
         try:
             for tile in self._gather.stream(entry, watch=self._checksums.watch if self._checksums else None):
                 hasher.update(tile)
+                if rounded is not None:
+                    rounded.update(tile)
                 if report is not None:
                     count_unusual(tile, entry.spec.dtype, report)
                 self._done(len(tile))
@@ -242,6 +255,8 @@ class _Worker:
             return None
         if report is not None:
             self.result.findings += report.findings(entry.name)
+        if rounded is not None:
+            self.result.rounded_digests[entry.name] = rounded.hexdigest()
         return hasher.hexdigest()
 
     def _digest_pieces(self, entry: TensorEntry, whole: Hasher) -> None:
@@ -279,18 +294,6 @@ class _Worker:
                 self.result.findings.append(
                     Finding("replica-mismatch", where, expected[replica.box], found, remedy, WARNING if may_differ else "")
                 )
-
-    def _compare_rounding(self, entry: TensorEntry) -> None:
-        """A weight against the master that it was rounded from; what cannot be read has findings of its own."""
-        master = self._masters.get(entry.name)
-        if master is None:
-            return
-        try:
-            found = check_rounding(self._gather, entry, master)
-        except (FindingsError, StorageError):
-            return
-        if found is not None:
-            self.result.findings.append(found)
 
     def _done(self, length_bytes: int) -> None:
         self.result.bytes_read += length_bytes

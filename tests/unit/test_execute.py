@@ -273,7 +273,7 @@ def test_the_next_run_does_not_copy_again_what_is_on_disk(case, tmp_path):
     require_right(case, plan, executed, tmp_path / "out")
 
 
-def stop_after(case: Case, plan: Plan, destination: Path, *, tensors: int) -> None:
+def stop_after(case: Case, plan: Plan, destination: Path, *, tensors: int, **options) -> None:
     """A run that is interrupted after so many tensors, each of them recorded."""
     count = itertools.count()
     stream = Gather.stream
@@ -287,7 +287,7 @@ def stop_after(case: Case, plan: Plan, destination: Path, *, tensors: int) -> No
         patch.setattr("ckpttools.execute.local._GROUP_TENSORS", 1)
         patch.setattr(Gather, "stream", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            carry_out(case, plan, destination, jobs=1)
+            carry_out(case, plan, destination, jobs=1, **options)
     assert not destination.exists()
 
 
@@ -335,6 +335,19 @@ def test_an_unfinished_file_that_was_touched_is_written_again(case, tmp_path, da
         file.write_bytes(file.read_bytes()[:-1])
     executed = carry_out(case, plan, tmp_path / "out")
     require_right(case, plan, executed, tmp_path / "out")
+
+
+def test_values_are_digested_as_they_round_also_when_a_run_goes_on(case, tmp_path):
+    plan = case.plan(arrange(case, along(0, 2)))
+    roundings = {name: BF16 for name, t in plan.tensors.items() if t.source.spec.dtype == FP32}
+    assert roundings
+    stop_after(case, plan, tmp_path / "out", tensors=3, roundings=roundings)
+    for tensor in carry_out(case, plan, tmp_path / "out", roundings=roundings).tensors:
+        if tensor.spec.name in roundings:
+            rounded = bytes(cast(memoryview(case.values[tensor.spec.name]), FP32, BF16)[0])
+            assert digest_bytes(rounded) == tensor.rounded_digest
+        else:
+            assert "" == tensor.rounded_digest
 
 
 def test_a_journal_line_that_is_not_ours_is_not_believed(case, tmp_path):

@@ -18,11 +18,11 @@ from ckpttools.layouts.families import EXTRA_STATE, OPTIMIZER, SCHEDULER
 from ckpttools.model import ObjectEntry, Path, TensorEntry, TensorSpec, render_path
 from ckpttools.pickles.views import kind_of, outline
 
-_LAYOUT_KEYS = frozenset(
-    {"module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"}
-)
+_LAYOUT_KEYS = frozenset({"module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"})
 """What says how tensors are stored; it is read, and is no state."""
-_WHOLE_KEYS = frozenset({"buffer_names", "ds_config", "args", "universal_checkpoint_info", "checkpoint_parallel_dimensions"})
+_WHOLE_KEYS = frozenset(
+    {"buffer_names", "shared_params", "ds_config", "args", "universal_checkpoint_info", "checkpoint_parallel_dimensions"}
+)
 _FLAT_KEYS = frozenset(
     {
         "base_optimizer_state",
@@ -49,6 +49,8 @@ def read_client_state(book: Book, files: Files, ranks: Ranks) -> list[TensorEntr
         own: Path = () if model is first else (stem_of(model.path),)
         for name, record in model.top.items():
             if name in _LAYOUT_KEYS or record is None:
+                continue
+            if name == "shared_params" and (own or not table(record)):  # of the whole model: one file says it
                 continue
             family = SCHEDULER if name == "lr_scheduler" else EXTRA_STATE
             start: Path = () if family == SCHEDULER else (name,)

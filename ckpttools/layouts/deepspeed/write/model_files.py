@@ -92,7 +92,8 @@ def _client_state(given: Given, pickled: Pickled, stem: str, *, is_first: bool) 
     sequences = {p[1:]: kind for p, kind in given.sequences.items() if p[:1] == (EXTRA_STATE,)}
     nested = nest(list(kept.items()), sequences) if kept else {}
     top = dict(nested) if isinstance(nested, dict) else {}
-    top.pop("buffer_names", None)
+    top.pop("buffer_names", None)  # these two are written by what the model has
+    top.pop("shared_params", None)
     top |= {"dp_world_size": given.dp, "mp_world_size": 1}
     for name, default in (("global_steps", 0), ("skipped_steps", 0), ("global_samples", 0), ("ds_version", VERSION)):
         top.setdefault(name, default)

@@ -19,10 +19,14 @@ _OURS = frozenset({"param_names", "param_groups", "state"})
 
 
 def optimizer_settings(given: Given) -> dict[str, object]:
-    """What the optimizer keeps beside its tensors, with what DeepSpeed cannot do without."""
+    """What the optimizer keeps beside its tensors, with what DeepSpeed cannot do without.
+
+    The clipping of gradients is written where the source states it alone, as ZeRO 3 does not: what an engine finds in the
+    files goes before its configuration.
+    """
     scaler = Object(Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler"), (), "newobj")
     scaler.state = {"cur_scale": 1.0, "dynamic": False}
-    found: dict[str, object] = {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False, "clip_grad": 0.0}
+    found: dict[str, object] = {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
     found["ds_version"] = given.values.get((EXTRA_STATE, "ds_version"), VERSION)
     for path, record in given.values.items():
         if path[:1] == (OPTIMIZER,) and len(path) == 2 and path[1] not in _OURS:

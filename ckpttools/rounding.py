@@ -1,14 +1,17 @@
 """Holds a weight against its master: where a writer keeps both, one is the rounding of the other, element by element.
 
 That costs no second copy and no seal, and it finds what checksums cannot: a flat buffer cut in the wrong order, a rank's
-file of another step, a weight that was changed alone.
+file of another step, a weight that was changed alone. Where both pass by anyway, a digest of the master as it rounds
+(`RoundedDigest`) is held against the weight's own; where the two are not equal, `check_rounding` reads again and tells why.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckpttools.cast import Caster
+from ckpttools.cast import DTYPES, Caster
+from ckpttools.digest import new_hasher
 from ckpttools.dtypes import DType
 from ckpttools.findings import Finding
 from ckpttools.gather import Gather
@@ -23,6 +26,52 @@ if TYPE_CHECKING:
 _TILE_ELEMENTS = 1 << 18
 _NAN_ABOVE = {"float64": 0x7FF << 52, "float32": 0xFF << 23, "float16": 0x1F << 10, "bfloat16": 0xFF << 7}
 """A code whose bits but the sign are greater is NaN; processors give NaNs a payload of their own when they round."""
+
+
+class RoundedDigest:
+    """Takes the values of a master in order, and gives the digest that its rounding to another dtype has."""
+
+    def __init__(self, source: DType, target: DType, algorithm: str) -> None:
+        self._caster = Caster(source, target)
+        self._hasher = new_hasher(algorithm)
+        self._step_bytes = _TILE_ELEMENTS * source.item_bytes
+
+    def update(self, tile: memoryview) -> None:
+        """Take the next values, whole elements."""
+        for start in range(0, len(tile), self._step_bytes):
+            self._hasher.update(self._caster.cast(tile[start : start + self._step_bytes])[0])
+
+    def hexdigest(self) -> str:
+        """Of all values that were taken."""
+        return self._hasher.hexdigest()
+
+
+def is_rounding(source: DType, target: DType) -> bool:
+    """Whether values of one dtype can be rounded to the other, and are not the same bytes. Pure."""
+    return source != target and source.name in DTYPES and target.name in DTYPES
+
+
+def check_roundings(
+    gather: Gather,
+    pairs: Iterable[tuple[TensorEntry, TensorEntry]],
+    digests: Mapping[str, str],
+    rounded: Mapping[str, str],
+) -> list[Finding]:
+    """Findings for the weights that are not what their masters round to; what the digests do not prove is read.
+
+    Args:
+        pairs: (weight, its master).
+        digests: by name; a pair without one of its two could not be read, and is passed over.
+        rounded: by name of a master, the digest of its values as they round to the dtype of the weight.
+    """
+    found = []
+    for weight, master in pairs:
+        if weight.name not in digests or master.name not in digests:
+            continue
+        expected = digests[master.name] if master.spec.dtype == weight.spec.dtype else rounded.get(master.name)
+        if expected != digests[weight.name]:
+            found.append(check_rounding(gather, weight, master))
+    return [f for f in found if f is not None]
 
 
 def check_rounding(gather: Gather, entry: TensorEntry, master: TensorEntry) -> Finding | None:
