@@ -96,7 +96,7 @@ class PlannedTensor:
     source: TensorEntry
     dtype: DType
     slots: tuple[PlacedSlot, ...]
-    """Each element of the tensor is in one of them, or in several of one and the same box: a copy per rank."""
+    """Each element of the tensor is in one of them, or in several: a copy per rank, which ranks may cut at different places."""
 
     @property
     def is_cast(self) -> bool:
@@ -203,7 +203,7 @@ def make(
 
     Raises:
         ConversionError: when two output files have one name, or a cast does not exist.
-        ValueError: when the arrangement does not tile its files, or its slots not their tensors; a bug of a layout.
+        ValueError: when the arrangement does not tile its files, or its slots do not cover their tensors; a bug of a layout.
     """
     files = [_plan_file(f) for f in arrangement.files]
     for companion in companions:
@@ -269,7 +269,7 @@ def _parents(path: str) -> list[str]:
 def _plan_tensors(
     files: Sequence[PlannedFile], tensor_of: Mapping[str, TensorEntry], casts: Mapping[str, DType]
 ) -> dict[str, PlannedTensor]:
-    """Every tensor with its slots: their boxes tile it (a box may be there several times), each slot as long as its box."""
+    """Every tensor with its slots: their boxes cover it (an element may be there several times), each slot as long as its box."""
     places: dict[str, list[PlacedSlot]] = {name: [] for name in tensor_of}
     for i, file in enumerate(files):
         for j, segment in enumerate(file.segments):
@@ -294,8 +294,9 @@ def _require_slots(tensor: PlannedTensor) -> None:
         if slot.length != tensor.dtype.length_bytes(slot.box.volume):
             raise ValueError(f"a slot of {tensor.name} has {slot.length} bytes for {slot.box.volume} of {tensor.dtype}")
     boxes = list(dict.fromkeys(slot.box for slot in slots))
-    if not boxes or not cover(tensor.source.spec.shape, boxes).is_exact:
-        raise ValueError(f"the slots of {tensor.name} do not tile its shape {list(tensor.source.spec.shape)}")
+    found = cover(tensor.source.spec.shape, boxes) if boxes else None
+    if found is None or found.out_of_bounds or found.missing:
+        raise ValueError(f"the slots of {tensor.name} do not cover its shape {list(tensor.source.spec.shape)}")
     if len(boxes) > 1 and tensor.dtype.is_sub_byte:
         raise ConversionError(f"a {tensor.dtype} tensor cannot be cut: {tensor.name}")
 

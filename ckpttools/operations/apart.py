@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import groupby, product
 
 from ckpttools.containers.parts import StoredTensor
+from ckpttools.geometry import intersect
 from ckpttools.layouts.families import MODEL
 from ckpttools.model import Box, Piece, TensorEntry, TensorSpec
 
@@ -69,3 +70,20 @@ def _slice(entry: TensorEntry, piece: Piece, index: tuple[int, ...]) -> Piece | 
     extent = whole.part(Box((*inside, *(0 for _ in sizes)), (*(1 for _ in inside), *sizes)))
     strides = None if extent.strides is None else extent.strides[axes:]
     return Piece(Box(piece.box.offsets[axes:], sizes), replace(extent, strides=strides), piece.rank)
+
+
+def first_rows(entry: TensorEntry, rows: int) -> TensorEntry:
+    """A tensor without what comes after its first rows, under the same name. Pure."""
+    whole = Box((0,) * len(entry.spec.shape), (rows, *entry.spec.shape[1:]))
+
+    def within(piece: Piece) -> Piece | None:
+        shared = intersect(piece.box, whole)
+        if shared is None or not shared.volume:
+            return None
+        inside = tuple(o - p for o, p in zip(shared.offsets, piece.box.offsets, strict=True))
+        stored = StoredTensor(entry.spec.dtype, piece.box.sizes, piece.extent)
+        return Piece(shared, stored.part(Box(inside, shared.sizes)), piece.rank)
+
+    pieces = tuple(p for piece in entry.pieces if (p := within(piece)) is not None)
+    replicas = tuple(p for piece in entry.replicas if (p := within(piece)) is not None)
+    return replace(entry, spec=replace(entry.spec, shape=whole.sizes), pieces=pieces, replicas=replicas, stale_copies=())

@@ -9,6 +9,7 @@ from ckpttools.gather import Gather
 from ckpttools.geometry import tiles
 from ckpttools.layouts.deepspeed.write import Derived
 from ckpttools.model import Box, Mesh, TensorEntry
+from ckpttools.operations.apart import first_rows
 from ckpttools.operations.holding import Taken
 from ckpttools.operations.targets import Details, Target
 
@@ -27,9 +28,12 @@ def without_derived(taken: Taken, target: Target, details: Details, mesh: Mesh) 
     if target.derives is None or details.zero is None:
         return taken
     selection = taken.selection
-    derived = target.derives(selection.tensors, selection.objects, stage=details.zero, dp=mesh.ranks)
+    derived = target.derives(selection.tensors, selection.objects, stage=details.zero, mesh=mesh)
     gather = Gather(taken.snapshot.source, memory_bytes=_MEMORY_BYTES)
-    for names, text in ((derived.equal, "one number for a whole parameter group"), (derived.tied, "one weight under two names")):
+    for names, text in (
+        (derived.equal, "one tensor is written for several"),
+        (derived.tied, "one weight under two names"),
+    ):
         for name, kept in names.items():
             entry, other = selection.tensors[name], selection.tensors[kept]
             if not _are_equal(gather, entry, other):
@@ -38,7 +42,8 @@ def without_derived(taken: Taken, target: Target, details: Details, mesh: Mesh) 
     same = {**derived.aliases, **derived.equal, **derived.tied}
     out = derived.left | same.keys()
     rounded = {n: replace(t, rounded_from=_master(derived, n, taken) or t.rounded_from) for n, t in selection.tensors.items()}
-    tensors = {n: t for n, t in rounded.items() if n not in out}
+    rows = derived.rows
+    tensors = {n: first_rows(t, rows[n]) if n in rows else t for n, t in rounded.items() if n not in out}
     left = tuple(rounded[n] for n in derived.left if rounded[n].rounded_from)
     return replace(taken, selection=replace(selection, tensors=tensors, aliases=same), derived=left)
 

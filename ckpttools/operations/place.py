@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ckpttools.errors import UsageError
 from ckpttools.layouts import Snapshot
@@ -12,7 +12,7 @@ from ckpttools.model import Mesh
 from ckpttools.operations.model_settings import read_settings, read_text
 from ckpttools.operations.select import Selection
 from ckpttools.placement import assign
-from ckpttools.placement.assign import Assignment, require_fit
+from ckpttools.placement.assign import Assignment, HeldAt, require_fit
 from ckpttools.placement.counts import Counts, counts_of
 from ckpttools.placement.infer import infer
 from ckpttools.placement.rule_files import BUILT_IN, OTHERS, built_in, choose, parse_rules
@@ -34,6 +34,16 @@ class Placing:
     """Where a config.json or params.json with the numbers of heads lies; None for the source's own."""
 
 
+@dataclass(frozen=True)
+class Told:
+    """What a checkpoint itself says of placement (`targets.Target.own_places`)."""
+
+    rules: RuleSet | None = None
+    """By which it is cut."""
+    held: Mapping[str, HeldAt] = field(default_factory=dict)
+    """Name of a tensor -> where it is, of stages and expert-parallel ranks."""
+
+
 def place(
     snapshot: Snapshot,
     selection: Selection,
@@ -42,14 +52,18 @@ def place(
     *,
     needs_even: bool,
     copies_heads: bool = False,
+    told: Told | None = None,
     usual: Callable[[Mapping[str, Sequence[int]]], str] = lambda shapes: "",
 ) -> Assignment:
     """A placement for every selected tensor.
 
-    Args: usual: the built-in set for tensors of such shapes where the user names none; empty for what the names suggest.
+    Args:
+        told: what counts where the user names no rules, and in place of layers per stage.
+        usual: the built-in set for tensors of such shapes where neither says anything; empty for what the names suggest.
 
     Raises: UsageError: for rules that are none, or with all that does not fit the mesh and the nearest one that does.
     """
+    told = told or Told()
     tensors = [
         (replace(entry.spec, name=name), entry.path if name == entry.name else (name,), entry.family)
         for name, entry in selection.tensors.items()
@@ -57,12 +71,13 @@ def place(
     assignment = assign.place(
         tensors,
         mesh,
-        _rules(snapshot, selection, placing.rules, usual),
+        told.rules if told.rules is not None and not placing.rules else _rules(snapshot, selection, placing.rules, usual),
         _counts(snapshot, placing.model_config),
         is_even=needs_even,
         copies_heads=copies_heads,
-        layers_per_stage=placing.stage_layers,
+        layers_per_stage=() if told.held else placing.stage_layers,
         virtual_stages=placing.virtual_stages,
+        held=told.held,
     )
     require_fit(assignment)
     return assignment

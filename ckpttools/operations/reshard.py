@@ -20,7 +20,7 @@ from ckpttools.operations.draws import Draw, draws
 from ckpttools.operations.holding import Taken, take, unheld_error, without
 from ckpttools.operations.naming import Naming, name_tensors
 from ckpttools.operations.nesting import sequences_of
-from ckpttools.operations.place import Placing, place
+from ckpttools.operations.place import Placing, Told, place
 from ckpttools.operations.replicas import COMPARE, allowed, settle
 from ckpttools.operations.select import Choice
 from ckpttools.operations.spelling import STACKED, spell
@@ -78,6 +78,7 @@ def reshard(
     """
     manner, choice, details = manner or Manner(), choice or Choice(), details or Details()
     into = _target(target, details)
+    mesh = into.world(mesh)
     require_replaceable(destination, is_file=False, is_overwriting=manner.is_overwriting)
     snapshot = open_snapshot(location, roots=roots)
     manner = replace(manner, allowed_findings=allowed(replicas, manner.allowed_findings))
@@ -87,8 +88,10 @@ def reshard(
     def ask(taken: Taken) -> tuple[Assignment, Request]:
         placed = replace(placing or Placing(), virtual_stages=details.virtual_stages)
         even, copies = into.needs_even, into.copies_heads
-        found = taken.snapshot, taken.selection
-        assignment = place(*found, mesh, placed, needs_even=even, copies_heads=copies, usual=into.rules)
+        chosen = taken.selection
+        told = Told(*into.own_places(chosen.tensors, chosen.objects, mesh, placed.stage_layers))
+        found = taken.snapshot, chosen
+        assignment = place(*found, mesh, placed, needs_even=even, copies_heads=copies, told=told, usual=into.rules)
         return assignment, _request(assignment, snapshot, taken, details)
 
     taken, assignment, request = _held(taken, into, ask, is_dropping=is_dropping, is_weights_only=bool(choice.is_weights_only))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from ckpttools.errors import ConversionError
 from ckpttools.layouts import dcp, llama, vllm
 from ckpttools.layouts.dcp_hf import write as dcp_hf
 from ckpttools.layouts.deepspeed import write as deepspeed
@@ -15,7 +14,9 @@ from ckpttools.layouts.megatron_dist import write as megatron_dist
 from ckpttools.layouts.megatron_legacy import write as write_legacy
 from ckpttools.layouts.per_rank import write as per_rank
 from ckpttools.model import Arrangement, Mesh, ObjectEntry, Path, TensorEntry
+from ckpttools.placement.assign import HeldAt
 from ckpttools.placement.local import PlacedTensor
+from ckpttools.placement.rules import RuleSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,17 @@ class Deriving(Protocol):
     """Tells what of some tensors (by output name) a target need not be given."""
 
     def __call__(
-        self, tensors: Mapping[str, TensorEntry], objects: Sequence[ObjectEntry], *, stage: int, dp: int
+        self, tensors: Mapping[str, TensorEntry], objects: Sequence[ObjectEntry], *, stage: int, mesh: Mesh
     ) -> deepspeed.Derived:
-        """By the ZeRO stage and the number of data-parallel ranks."""
+        """By the ZeRO stage and the ranks."""
         ...
+
+
+OwnPlaces = Callable[
+    [Mapping[str, TensorEntry], Sequence[ObjectEntry], Mesh, Sequence[int]], tuple[RuleSet | None, Mapping[str, HeldAt]]
+]
+"""Tells of some tensors (by output name) by which rules they are cut and where those are that not every rank has, as far as the
+checkpoint itself says it, for a mesh and the layers of each stage that a user gave."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,10 @@ class Target:
     """How it spells Megatron's names: `stacked` or `single` (see `spelling`); empty where it has none of its own."""
     derives: Deriving | None = None
     """What it need not be given, because it follows from the rest."""
+    world: Callable[[Mesh], Mesh] = lambda mesh: mesh
+    """A mesh as a user gives it -> one whose sizes multiply to the number of ranks."""
+    own_places: OwnPlaces = lambda tensors, objects, mesh, layers: (None, {})
+    """What the checkpoint itself tells of placement, where the target asks it."""
     holds_whole_items: bool = False
     """Whether an object that is a torch file of its own in the source goes over byte for byte."""
     parts_layers: bool = False
@@ -155,23 +167,20 @@ def _torch_refusals(request: Request, *, has_dtensors: bool) -> dict[str, str]:
 
 
 def _deepspeed(request: Request) -> Arrangement:
-    return deepspeed.arrange_ranks(_for_deepspeed(request, request.mesh.ranks))
+    return deepspeed.arrange_ranks(_for_deepspeed(request))
 
 
 def _deepspeed_universal(request: Request) -> Arrangement:
-    return deepspeed.arrange_universal(_for_deepspeed(request, 1))
+    return deepspeed.arrange_universal(_for_deepspeed(request))
 
 
-def _for_deepspeed(request: Request, dp: int) -> deepspeed.Given:
-    others = [f"{name}={size}" for name, size in request.mesh.axes if name not in ("dp", "fsdp") and size > 1]
-    if others:
-        raise ConversionError("a DeepSpeed checkpoint is written for data-parallel ranks alone", found=",".join(others))
+def _for_deepspeed(request: Request) -> deepspeed.Entries:
     return deepspeed.sort_entries(
-        [(t.spec, t.path, t.family) for t in request.tensors],
+        request.tensors,
         request.objects,
         aliases=request.aliases,
         sequences=request.sequences,
-        dp=dp,
+        grid=deepspeed.Grid.of(request.mesh),
         stage=request.details.zero or 0,
     )
 
@@ -232,17 +241,23 @@ TARGETS = (
     ),
     Target(
         "deepspeed",
-        "what DeepSpeed's engine resumes from, with ZeRO stage 1, 2 or 3",
+        "what DeepSpeed's engine resumes from, with ZeRO stage 0, 1, 2 or 3",
         _deepspeed,
         lambda request: {},
+        needs_even=True,
         derives=deepspeed.find_derived,
+        world=deepspeed.world_mesh,
+        own_places=deepspeed.own_places,
     ),
     Target(
         "deepspeed-universal",
         "DeepSpeed's universal checkpoint, for engines of ZeRO stage 1 and 2, or of 3",
         _deepspeed_universal,
         lambda request: {},
+        needs_even=True,
         derives=partial(deepspeed.find_derived, is_universal=True),
+        world=deepspeed.world_mesh,
+        own_places=deepspeed.own_places,
     ),
     Target(
         "megatron-dist",

@@ -6,7 +6,7 @@ Optimizer state goes with its parameter; what no rule names is replicated, but f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -21,6 +21,8 @@ from ckpttools.placement.rule_files import built_in
 from ckpttools.placement.rules import Rule, RuleSet
 from ckpttools.placement.stages import StagePlan, expert_ranks, plan_stages
 
+HeldAt = tuple[tuple[str, tuple[int, ...]], ...]
+"""(axis, coordinates along it) at which a tensor is, as `Placement` has it."""
 TensorPlace = tuple[TensorSpec, Path, str]
 """An output tensor: its spec, the typed keys that lead to it, and its family."""
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -84,6 +86,7 @@ def place(
     copies_heads: bool = False,
     layers_per_stage: Sequence[int] = (),
     virtual_stages: int = 1,
+    held: Mapping[str, HeldAt] | None = None,
 ) -> Assignment:
     """Where every tensor goes on a mesh, why, and what does not fit. Pure.
 
@@ -96,6 +99,7 @@ def place(
         copies_heads: whether neighbours may hold the same head of keys and values where there are fewer of these than ranks.
         layers_per_stage: layers of each pipeline stage; empty for equal blocks.
         virtual_stages: blocks of layers that each stage holds, dealt out in turn: stage 0 of 2 holds the first and the third.
+        held: what is known of names already: (axis, places along it) at which each is; then stages and experts are not asked.
     """
     rules = rules or built_in("buffers")
     problem = _problem_of_mesh(mesh)
@@ -103,7 +107,7 @@ def place(
         return Assignment(mesh, rules, problems=(problem,))
     mesh = canonical_mesh(mesh)
     cutting = Cutting(counts or Counts(), Requirements(), copies_heads)
-    placer = _Placer(tensors, mesh, rules, cutting, is_even, tuple(layers_per_stage), virtual_stages)
+    placer = _Placer(tensors, mesh, rules, cutting, is_even, tuple(layers_per_stage), virtual_stages, held or {})
     assigned = placer.assign()
     problems = tuple(placer.requirements.problems(mesh))
     nearest = nearest_mesh(mesh, placer.requirements.constraints) if problems and not placer.requirements.faults else None
@@ -132,6 +136,7 @@ class _Placer:
     is_even: bool
     layers_per_stage: tuple[int, ...]
     virtual_stages: int
+    held: Mapping[str, HeldAt]
     used: set[str] = field(default_factory=set)
     """Axes along which something is cut or divided."""
 
@@ -149,6 +154,9 @@ class _Placer:
 
     @cached_property
     def stages(self) -> StagePlan | None:
+        if any(axis == "pp" for places in self.held.values() for axis, _ in places):
+            self.used.add("pp")
+            return None
         if "pp" not in self.sizes:
             if self.layers_per_stage:
                 self.requirements.fault("layers per stage are given, and the mesh has no stages", "an axis pp")
@@ -161,6 +169,9 @@ class _Placer:
     @cached_property
     def expert_places(self) -> list[int]:
         """Per expert with a name of its own: its place along `ep`."""
+        if any(axis == "ep" for places in self.held.values() for axis, _ in places):
+            self.used.add("ep")
+            return []
         if "ep" not in self.sizes or not self.rules.experts:
             return []
         numbered = [(number, s.name) for s in self.parameters if (number := self.rules.expert_of(s.name)) is not None]
@@ -250,8 +261,8 @@ class _Placer:
             said.append("fsdp dim 0")
 
     def _held_at(self, name: str) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], list[str]]:
-        held: list[tuple[str, tuple[int, ...]]] = []
-        said = []
+        held: list[tuple[str, tuple[int, ...]]] = list(self.held.get(name, ()))
+        said = [f"{axis} {','.join(map(str, places))}, as the checkpoint tells" for axis, places in held]
         if self.stages is not None:
             stages, why = self.stages.stages_of(name)
             stages = tuple(dict.fromkeys(block % self.sizes["pp"] for block in stages))
@@ -277,7 +288,7 @@ class _Placer:
         if family != OPTIMIZER:
             return Placement(), "not the model's: replicated"
         name = _parameter_in(spec.name)
-        if name and self.rules.matching(name):
+        if name and (self.rules.matching(name) or name in self.held):
             return self.parameter(spec, name)
         cuts = self._rows_of_state(spec)
         return Placement(cuts), "optimizer state of no known parameter: " + ("fsdp dim 0" if cuts else "replicated")

@@ -63,7 +63,7 @@ def infer(tensors: Mapping[str, TensorEntry], mesh: Mesh) -> RuleSet:
         if key not in known:
             known[key] = _cuts(*key, sizes)
         groups[skeleton(name)][name] = _rules(name, view, known[key], sizes, base)
-    own = _merged(groups)
+    own = merged(groups, "source")
     about = f"how the source was cut: {Mesh(tuple(axis for axis in sizes.mesh.axes if axis[1] > 1))}"
     return RuleSet("source", (*own, *built_in("buffers").rules), base.stages, base.experts, about=about)
 
@@ -178,8 +178,13 @@ def _rules(name: str, view: _View, cuts: Cuts | None, sizes: _Sizes, base: RuleS
     return (Rule(()),) if is_left_whole else tuple(found)
 
 
-def _merged(groups: Mapping[str, Mapping[str, tuple[Rule, ...]]]) -> list[Rule]:
-    """One rule per kind of cut, with one pattern for what is alike in every layer."""
+def merged(groups: Mapping[str, Mapping[str, tuple[Rule, ...]]], where: str) -> list[Rule]:
+    """One rule per kind of cut, with one pattern for what is alike in every layer. Pure.
+
+    Args:
+        groups: skeleton of names -> name -> its rules, without patterns.
+        where: the name of the set, for labels.
+    """
     patterns: dict[Rule, list[str]] = {}
     for alike in groups.values():
         is_one = len(set(alike.values())) == 1
@@ -187,10 +192,10 @@ def _merged(groups: Mapping[str, Mapping[str, tuple[Rule, ...]]]) -> list[Rule]:
             for rule in rules:
                 patterns.setdefault(rule, []).append(_general(name) if is_one else exact_glob(name))
     whole = tuple(glob for rule, globs in patterns.items() if not rule.axis for glob in globs)
-    found = [Rule(whole, label="`replicate` of source")] if whole else []
+    found = [Rule(whole, label=f"`replicate` of {where}")] if whole else []
     cutting = [(rule, globs) for rule, globs in patterns.items() if rule.axis]
     return found + [
-        replace(rule, tensors=tuple(globs), label=f"rule {number} of source") for number, (rule, globs) in enumerate(cutting, 1)
+        replace(rule, tensors=tuple(globs), label=f"rule {number} of {where}") for number, (rule, globs) in enumerate(cutting, 1)
     ]
 
 

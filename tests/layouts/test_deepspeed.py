@@ -10,11 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckpttools.errors import CkpttoolsError
 from ckpttools.layouts import open_snapshot
-from ckpttools.model import Mesh
-from ckpttools.operations.reshard import reshard
-from ckpttools.operations.targets import Details
 from ckpttools.operations.validate import validate
 from tests.fixture_cases import Case
 from tests.layouts.contract import LayoutContract, codes
@@ -285,105 +281,3 @@ class TestRuns:
     def test_latest_that_names_a_missing_tag_is_an_alert(self, ckpttools):
         answer = ckpttools("status", Case("deepspeed", "damaged_latest_names_missing_tag").checkpoint)
         assert (1, True) == (answer.exit_code, "global_step40" in answer.said)
-
-
-def resharded(source: Path, out: Path, *, to: str = "deepspeed", mesh: str = "dp=3", stage: int = 0, **options) -> Path:
-    reshard(str(source), str(out), target=to, mesh=Mesh.parse(mesh), details=Details(zero=stage or None), **options)
-    return out
-
-
-def differences(one: Path, other: Path) -> list[str]:
-    """What is not the same tensor in two snapshots; ranks may have copies, and steps, under more names."""
-    return [f"{f.code} {f.where}" for f in validate(str(one), against=str(other), allow_missing=True).findings if f.is_error]
-
-
-class TestWriter:
-    @pytest.mark.parametrize(
-        ("name", "stage", "ranks"),
-        [
-            ("zero1_bf16_w2", 1, 3),
-            ("zero1_bf16_w2", 2, 1),
-            ("zero1_fp32_w2_uneven", 3, 5),
-            ("zero1_bf16_w2_param_aligned", 1, 2),
-            ("zero2_bf16_w2_elastic", 2, 4),
-            ("zero2_bf16_w4_roundrobin", 2, 3),
-            ("zero2_fp16_w2", 2, 64),
-            ("zero3_bf16_w2", 3, 3),
-            ("zero3_bf16_w2", 1, 2),
-            ("zero3_fp32_w4_subgroups", 3, 2),
-            ("zero3_fp32_w4_subgroups", 3, 7),
-            ("universal_zero2_w2", 2, 3),
-            ("universal_zero3_w2", 3, 3),
-        ],
-    )
-    def test_other_ranks_and_stages_hold_the_same_tensors(self, tag, tmp_path, name, stage, ranks):
-        source = tag(name)
-        out = resharded(source, tmp_path / "out", mesh=f"dp={ranks}", stage=stage)
-        assert [] == differences(out, source)
-        checkpoint = open_snapshot(str(out)).checkpoint
-        assert ("deepspeed", f"dp={ranks}", []) == (checkpoint.layout, str(checkpoint.mesh), list(checkpoint.findings))
-
-    def test_weights_are_left_out_of_zero_3_and_masters_are_not(self, tag, tmp_path):
-        source = tag("zero2_fp16_w2")
-        tensors = open_snapshot(str(resharded(source, tmp_path / "out", stage=3))).checkpoint.by_name
-        assert ("float32", "float16") == (tensors["embed.weight"].spec.dtype.name, tensors["pos"].spec.dtype.name)
-        assert tensors["embed.weight"].pieces == tensors["optimizer.state.embed.weight.fp32"].pieces
-
-    @pytest.mark.parametrize("name", ["zero2_bf16_w2_elastic", "zero3_fp32_w4_subgroups"])
-    def test_back_to_the_first_number_of_ranks_gives_the_first_fingerprint(self, tag, tmp_path, name):
-        source = tag(name)
-        stage, ranks = (3, 4) if name.startswith("zero3") else (2, 2)
-        away = resharded(source, tmp_path / "away", stage=stage)
-        back = resharded(away, tmp_path / "back", mesh=f"dp={ranks}", stage=stage)
-        assert [] == differences(back, source)
-        assert [] == differences(source, back)
-
-    @pytest.mark.parametrize(("name", "stage"), [("zero1_bf16_w2", 1), ("zero3_bf16_w2", 3)])
-    def test_universal_checkpoints_are_written_and_read(self, tag, tmp_path, name, stage):
-        source = tag(name)
-        universal = resharded(source, tmp_path / "universal", to="deepspeed-universal", mesh="dp=1", stage=stage)
-        assert (universal / "zero/embed.weight/exp_avg.pt").is_file()
-        assert [] == differences(universal, source)
-        assert [] == differences(resharded(universal, tmp_path / "out", stage=stage), source)
-
-    @pytest.mark.parametrize("stage", [1, 3])
-    def test_over_dcp_and_back(self, tag, tmp_path, stage):
-        source = tag("zero2_bf16_w2_3tags" if stage == 1 else "zero3_bf16_w2")
-        dcp = resharded(source, tmp_path / "dcp", to="dcp", mesh="fsdp=2")
-        assert [] == differences(dcp, source)
-        assert [] == differences(resharded(dcp, tmp_path / "out", stage=stage), source)
-
-    def test_client_state_goes_over(self, tag, tmp_path):
-        source = tag("zero2_bf16_w4_roundrobin")
-        out = resharded(source, tmp_path / "out", stage=2)
-        names = {o.name for o in open_snapshot(str(source)).checkpoint.objects}
-        assert names == {o.name for o in open_snapshot(str(out)).checkpoint.objects}
-
-    def test_random_state_of_ranks_that_are_gone_is_kept(self, tag, tmp_path):
-        source = tag("zero3_fp32_w4_subgroups")
-        out = resharded(source, tmp_path / "out", mesh="dp=2", stage=3)
-        gone = "extra_state.zero_pp_rank_3_mp_rank_00.torch_rng"
-        assert gone in names(source)
-        assert gone in names(out)
-
-    @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,pp=2"])
-    def test_other_axes_are_refused(self, tag, tmp_path, mesh):
-        with pytest.raises(CkpttoolsError):
-            resharded(tag("zero1_bf16_w2"), tmp_path / "out", mesh=mesh, stage=1)
-        assert not (tmp_path / "out").exists()
-
-    @pytest.mark.parametrize("name", ["zero0_bf16_w2", "pipe2_dp2_zero1_bf16", "moe_ep2_zero2_bf16", "bloom_tp2_pp2"])
-    def test_source_without_stated_groups_is_refused_before_anything_is_written(self, tag, tmp_path, name):
-        with pytest.raises(CkpttoolsError, match="parameter groups"):
-            resharded(tag(name), tmp_path / "out", stage=1)
-        assert not (tmp_path / "out").exists()
-
-    def test_stage_must_be_named(self, ckpttools, tag, tmp_path):
-        answer = ckpttools("reshard", tag("zero1_bf16_w2"), tmp_path / "out", "--to", "deepspeed", "--mesh", "dp=2")
-        assert (2, True) == (answer.exit_code, "--zero" in answer.stderr)
-
-    def test_command_line_writes_it(self, ckpttools, tag, tmp_path):
-        source = tag("zero1_bf16_w2")
-        line = ["reshard", source, tmp_path / "out", "--to", "deepspeed", "--mesh", "dp=8", "--zero", "3"]
-        assert 0 == ckpttools(*line).exit_code
-        assert 8 == len(list((tmp_path / "out").glob("bf16_zero_pp_rank_*_mp_rank_00_optim_states.pt")))

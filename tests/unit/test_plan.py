@@ -52,20 +52,24 @@ def test_segments_that_do_not_tile_a_file_are_refused(case, file, message):
 @pytest.mark.parametrize(
     ("slots", "message"),
     [
-        ([Slot("a", Box((0, 0), (3, 6)), 0, 72)], "do not tile its shape"),
-        ([Slot("a", Box((0, 0), (4, 6)), 0, 96), Slot("a", Box((3, 0), (1, 6)), 96, 24)], "do not tile its shape"),
-        ([Slot("a", Box((1, 0), (4, 6)), 0, 96)], "do not tile its shape"),
+        ([Slot("a", Box((0, 0), (3, 6)), 0, 72)], "do not cover its shape"),
+        ([Slot("a", Box((1, 0), (4, 6)), 0, 96)], "do not cover its shape"),
         ([Slot("a", Box((0, 0), (4, 6)), 0, 48)], "48 bytes for 24 of float32"),
     ],
 )
-def test_slots_that_do_not_hold_each_element_once_are_refused(case, slots, message):
+def test_slots_that_do_not_hold_every_element_are_refused(case, slots, message):
     length = sum(s.length for s in slots)
     with pytest.raises(ValueError, match=message):
         of(case, ArrangedFile("f", length, tuple(slots)))
 
 
+def test_copies_of_an_element_may_lie_in_slots_of_different_boxes(case):
+    slots = (Slot("a", Box((0, 0), (4, 6)), 0, 96), Slot("a", Box((3, 0), (1, 6)), 96, 24))
+    assert 2 == len(of(case, ArrangedFile("f", 120, slots)).tensors["a"].slots)
+
+
 def test_a_selected_tensor_without_slots_is_refused(case):
-    with pytest.raises(ValueError, match="do not tile"):
+    with pytest.raises(ValueError, match="do not cover"):
         plans.make(case.checkpoint, Arrangement("raw", ()), tensor_of={"a": case.checkpoint.tensors[0]})
 
 

@@ -23,11 +23,11 @@ from ckpttools.layouts.deepspeed.modules import (
     tied_layers,
 )
 from ckpttools.layouts.deepspeed.names import Names, is_rank_file, parse_names
+from ckpttools.layouts.deepspeed.orders import add_orders
 from ckpttools.layouts.deepspeed.partitions import read_partitions
 from ckpttools.layouts.deepspeed.positions import read_without_zero
 from ckpttools.layouts.deepspeed.ranks import OptimizerFile, Ranks, bf16_of, find_ranks, open_models
 from ckpttools.layouts.deepspeed.settings import (
-    add_parameter_names,
     check_steps,
     client_trees,
     read_client_state,
@@ -123,6 +123,8 @@ def _read_tensors(book: Book, files: Files, names: Names, ranks: Ranks) -> None:
     """Weights and optimizer state, stage after stage of a pipeline: the first that holds a parameter counts."""
     if ranks.stage == 0 and not names.is_universal:
         read_without_zero(book, files, names, ranks)
+        settings = book.objects.get(("optimizer", "param_groups"))
+        add_orders(book, ranks, len(items(settings.record)) if settings else 0)
         return
     read_modules(book, files, ranks)
     if names.layers:
@@ -152,7 +154,7 @@ def _read_tensors(book: Book, files: Files, names: Names, ranks: Ranks) -> None:
     read_optimizer_settings(book, top)
     settings = book.objects.get(("optimizer", "param_groups"))
     stated = items(settings.record) if settings else items(top.get("single_partition_of_fp32_groups"))
-    add_parameter_names(book, ranks, len(stated))
+    add_orders(book, ranks, len(stated))
     share_tied(book, ranks)
 
 

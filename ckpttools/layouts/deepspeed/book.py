@@ -28,6 +28,10 @@ class Book:
     shared: dict[str, str] = field(default_factory=dict)
     """Further name of a tied parameter -> the name under which its state is kept."""
     objects: dict[Path, ObjectEntry] = field(default_factory=dict)
+    layers: dict[int, str] = field(default_factory=dict)
+    """Number of each layer of a pipeline that has a file -> what its names begin with."""
+    orders: dict[int, list[list[str]]] = field(default_factory=dict)
+    """Pipeline stage -> the parameters of each group, where the optimizer counts them (ZeRO off)."""
     _shards: dict[tuple[str, Key], dict[int, Local]] = field(default_factory=dict)
     _merged: set[tuple[str, Key]] = field(default_factory=set)
     _settled: set[tuple[str, Key]] = field(default_factory=set)

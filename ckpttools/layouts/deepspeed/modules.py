@@ -17,12 +17,12 @@ from ckpttools.containers.torch_values import MalformedError, TensorValue, read_
 from ckpttools.findings import Finding
 from ckpttools.layouts.deepspeed.book import WEIGHT, Book
 from ckpttools.layouts.deepspeed.names import Names, expert_name, layer_name
+from ckpttools.layouts.deepspeed.orders import TIED
 from ckpttools.layouts.deepspeed.ranks import ModelFile, Ranks
 from ckpttools.layouts.deepspeed.states import Files, counts, table
 from ckpttools.layouts.families import MODEL
 from ckpttools.pickles.views import kind_of
 
-TIED = "tied_modules."
 USUAL_TIE = "embed"
 """The key of the tied embedding in Megatron-DeepSpeed, BLOOM and GPT-NeoX, for checkpoints that do not state one."""
 _MAX_NAMED = 64
@@ -82,7 +82,7 @@ def read_layers(
     Args: tied: number of each layer that holds a tied module -> the prefix of its names.
     """
     for (layer, tp), file in opened.items():
-        prefix = tied.get(layer, f"{layer}.")
+        prefix = book.layers[layer] = tied.get(layer, f"{layer}.")
         for name, record in table(file.torch.value).items():
             stored = files.locate(file, record, f"`{name}`")
             if stored is not None:

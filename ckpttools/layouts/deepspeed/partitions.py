@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from ckpttools.findings import Finding
 from ckpttools.layouts.deepspeed.book import MASTER, Book
+from ckpttools.layouts.deepspeed.experts import DATA_FIRST, global_names
 from ckpttools.layouts.deepspeed.flat import Member, members_of, slices_of
 from ckpttools.layouts.deepspeed.parts import Key, flat_pieces
 from ckpttools.layouts.deepspeed.ranks import ModelFile, OptimizerFile
@@ -81,39 +82,13 @@ def _sharers(
     if groups <= 1:
         yield {}, [(r, f) for r, f in ranks.items() if r < parts]
         return
-    is_data_first = first.config.get("use_data_before_expert_parallel") is True
+    is_data_first = first.config.get(DATA_FIRST) is True
     for ep in range(groups):
         if is_data_first:
             sharers = [(r % parts, f) for r, f in ranks.items() if r // parts == ep]
         else:
             sharers = [(r // groups, f) for r, f in ranks.items() if r % groups == ep]
         yield global_names(shapes, ep), sharers
-
-
-def global_names(shapes: Shapes, ep: int) -> dict[str, str]:
-    """Local name -> name with the expert's global number, for the experts of one expert-parallel rank. Pure."""
-    locals_of: dict[str, set[int]] = {}
-    for name in shapes:
-        prefix, number, _ = split_expert(name)
-        if number is not None:
-            locals_of.setdefault(prefix, set()).add(number)
-    found = {}
-    for name in shapes:
-        prefix, number, rest = split_expert(name)
-        if number is not None:
-            found[name] = f"{prefix}{ep * (max(locals_of[prefix]) + 1) + number}{rest}"
-    return found
-
-
-def split_expert(name: str) -> tuple[str, int | None, str]:
-    """(what stands before an expert's number, the number, what stands after it); None when it names no expert. Pure."""
-    mark = "deepspeed_experts."
-    at = name.rfind(mark)
-    head, tail = name[: at + len(mark)], name[at + len(mark) :]
-    number, dot, rest = tail.partition(".")
-    if at < 0 or not (number.isascii() and number.isdigit() and len(number) < 10):
-        return name, None, ""
-    return head, int(number), dot + rest
 
 
 def _alignment(first: OptimizerFile, g: int) -> list[int]:

@@ -8,8 +8,8 @@ from itertools import islice
 from ckpttools.containers.torch_entries import RankFile
 from ckpttools.findings import Finding
 from ckpttools.layouts.deepspeed.book import WEIGHT, Book
+from ckpttools.layouts.deepspeed.experts import all_experts, split_expert
 from ckpttools.layouts.deepspeed.modules import (
-    TIED,
     USUAL_TIE,
     open_layers,
     read_experts,
@@ -17,7 +17,7 @@ from ckpttools.layouts.deepspeed.modules import (
     read_modules,
 )
 from ckpttools.layouts.deepspeed.names import Names, rank_sibling
-from ckpttools.layouts.deepspeed.partitions import split_expert
+from ckpttools.layouts.deepspeed.orders import TIED
 from ckpttools.layouts.deepspeed.ranks import ModelFile, Ranks
 from ckpttools.layouts.deepspeed.settings import read_optimizer_settings
 from ckpttools.layouts.deepspeed.states import Files, items, table
@@ -50,9 +50,17 @@ def read_without_zero(book: Book, files: Files, names: Names, ranks: Ranks) -> N
             model = ranks.model_of(mp)
             shapes = shapes_by_position(files, optimizer)
             params = _parameters(files, model) if model else []
-            add_state(book, files, optimizer, name_positions(optimizer, shapes, params), tp=mp % ranks.tp)
+            named = name_positions(optimizer, shapes, params)
+            add_state(book, files, optimizer, named, tp=mp % ranks.tp)
+            book.orders.setdefault(mp // ranks.tp, _order(optimizer, named))
     for optimizer in islice(optimizers.values(), 1):
         read_optimizer_settings(book, optimizer.settings)
+
+
+def _order(optimizer: Unflattened, named: Mapping[int, str]) -> list[list[str]]:
+    """The parameters of each group; none where one has no name."""
+    positions = [p for group in optimizer.groups for p in group]
+    return [[named[p] for p in group] for group in optimizer.groups] if all(p in named for p in positions) else []
 
 
 def _parameters(files: Files, model: ModelFile) -> Params:
@@ -92,7 +100,9 @@ def _read_pipeline(book: Book, files: Files, names: Names, ranks: Ranks, optimiz
             params = _named(by_layer[first][tp], tied[first]) if is_tied else []
             params += [p for n in on_stage for p in _named(by_layer[n][tp], tied.get(n, f"{n}."))]
             shapes = shapes_by_position(files, optimizer)
-            add_state(book, files, optimizer, name_positions(optimizer, shapes, params), tp=tp)
+            named = name_positions(optimizer, shapes, params)
+            add_state(book, files, optimizer, named, tp=tp)
+            book.orders.setdefault(pp, _order(optimizer, named))
         book.settle()
 
 
@@ -156,6 +166,7 @@ def _read_expert_optimizers(book: Book, files: Files, names: Names, ranks: Ranks
             part = _groups_that(optimizer, is_expert=is_expert)
             named |= name_positions(part, shapes, params)
         add_state(book, files, optimizer, named, tp=mp % ranks.tp)
+        book.orders.setdefault(mp // ranks.tp, [all_experts(group, size) for group in _order(optimizer, named)])
         book.settle()
 
 

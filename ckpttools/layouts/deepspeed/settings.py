@@ -9,11 +9,10 @@ from ckpttools.containers.torch_entries import RankFile
 from ckpttools.containers.trees import TreeLimitError, leaves
 from ckpttools.findings import Finding
 from ckpttools.layouts.deepspeed.book import Book
-from ckpttools.layouts.deepspeed.flat import DEFAULT_SUB_GROUP, join_sub_groups, undo_round_robin
 from ckpttools.layouts.deepspeed.names import stem_of
 from ckpttools.layouts.deepspeed.partitions import states_of
 from ckpttools.layouts.deepspeed.ranks import OptimizerFile, Ranks
-from ckpttools.layouts.deepspeed.states import Files, count, counts, items, members, numbered, table
+from ckpttools.layouts.deepspeed.states import Files, count, items, numbered, table
 from ckpttools.layouts.families import EXTRA_STATE, OPTIMIZER, SCHEDULER
 from ckpttools.model import ObjectEntry, Path, TensorEntry, TensorSpec, render_path
 from ckpttools.pickles.views import kind_of, outline
@@ -102,25 +101,6 @@ def read_optimizer_settings(book: Book, top: Mapping[str, object]) -> None:
     inner = table(top.get("base_optimizer_state")) or table(top.get("optimizer_state_dict"))
     if inner.get("param_groups") is not None:
         _add(book, ("optimizer", "param_groups"), inner["param_groups"])
-
-
-def add_parameter_names(book: Book, ranks: Ranks, groups: int) -> None:
-    """Which parameters each group of the optimizer has, in the order of the model; `optimizer.param_names`.
-
-    Left out where one model-parallel rank does not know all of them, or sub-groups do not tell where a group ends.
-    """
-    first = ranks.first
-    if first is None or not first.shapes or ranks.tp * ranks.pp != 1 or counts(first.top.get("num_experts")):
-        return
-    names = [list(shapes) for shapes in first.shapes]
-    config = table(members(first.top.get("ds_config")).get("zero_optimization"))
-    if ranks.stage == 3 and len(names) != groups:
-        most = count(config.get("sub_group_size")) or DEFAULT_SUB_GROUP
-        names = join_sub_groups(first.shapes, most, ranks.dp)
-    elif ranks.stage == 2 and config.get("round_robin_gradients") is True:
-        names = [undo_round_robin(g, ranks.dp) for g in names]
-    if len(names) == groups:
-        _add(book, ("optimizer", "param_names"), names)
 
 
 def _add(book: Book, path: Path, record: object) -> None:

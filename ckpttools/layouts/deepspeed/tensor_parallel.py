@@ -67,7 +67,7 @@ def read_rules(info: object, where: str, findings: list[Finding]) -> Rules:
     told = table(info)
 
     def patterns(key: str) -> list[re.Pattern[str]]:
-        return [p for text in items(told.get(key)) if (p := _compile(text, where, findings)) is not None]
+        return [p for text in items(told.get(key)) if (p := compile_pattern(text, where, findings)) is not None]
 
     rules = Rules(
         patterns("tp_replicated_parameter_patterns"),
@@ -80,7 +80,7 @@ def read_rules(info: object, where: str, findings: list[Finding]) -> Rules:
     for entry in items(told.get("parameter_with_sub_params")):
         part = members(entry)
         texts = [t for t in items(part.get("patterns")) if isinstance(t, str)]
-        compiled = [p for t in texts if (p := _compile(t, where, findings)) is not None]
+        compiled = [p for t in texts if (p := compile_pattern(t, where, findings)) is not None]
         shape = sequence_items(part.get("shape"))
         dim = count(part.get("partition_dim"))
         if shape is not None and dim is not None and dim < len(shape):
@@ -90,7 +90,7 @@ def read_rules(info: object, where: str, findings: list[Finding]) -> Rules:
     return rules
 
 
-def _compile(text: object, where: str, findings: list[Finding]) -> re.Pattern[str] | None:
+def compile_pattern(text: object, where: str, findings: list[Finding]) -> re.Pattern[str] | None:
     """A pattern of a checkpoint; one that could take for ever on a name is refused."""
     if not isinstance(text, str):
         return None

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ckpttools.dtypes import parse_dtype
 from ckpttools.findings import Finding
+from ckpttools.layouts.deepspeed.experts import global_names
 from ckpttools.layouts.deepspeed.names import parse_names
-from ckpttools.layouts.deepspeed.partitions import global_names
 from ckpttools.layouts.deepspeed.parts import flat_pieces, place, whole_piece
 from ckpttools.layouts.deepspeed.positions import split_layers
 from ckpttools.layouts.deepspeed.tensor_parallel import Placement, Rules, find_placement, read_rules

@@ -1,17 +1,21 @@
-"""What of a checkpoint need not be written, because it follows from the rest. Pure."""
+"""What of a checkpoint need not be written, because it follows from the rest. Pure. Read `find_derived` first."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ckpttools.layouts.deepspeed.names import model_name, stem_of
-from ckpttools.layouts.deepspeed.states import items, table
+from ckpttools.layouts.deepspeed.orders import PARAM_NAMES
+from ckpttools.layouts.deepspeed.states import count, items, members, table
+from ckpttools.layouts.deepspeed.tensor_parallel import compile_pattern
+from ckpttools.layouts.deepspeed.write.grid import Grid
 from ckpttools.layouts.families import EXTRA_STATE, MODEL, OPTIMIZER
-from ckpttools.model import ObjectEntry, TensorEntry, render_path
+from ckpttools.model import Mesh, ObjectEntry, TensorEntry, render_path
 
 PER_RANK = ("zero_pp_rank_", "mp_rank_")
 """What the names of a rank's own client state begin with."""
+INFO = "universal_checkpoint_info"
 
 
 @dataclass(frozen=True)
@@ -19,56 +23,118 @@ class Derived:
     """What need not be written, because it follows from the rest."""
 
     aliases: Mapping[str, str]
-    """Further name of a tied weight -> the name that is written."""
+    """Further name of a tensor -> the name that is written: tied weights, masters of weights that are in fp32 themselves."""
     left: frozenset[str]
     """Tensors that the files have no place for, and that the engine makes again: weights in ZeRO 3."""
     equal: Mapping[str, str]
-    """Number that is written once for a group -> the one that is written; the two must be equal."""
+    """Tensor that is written once -> the one that is written; the two must be equal: a group's numbers, masters in ZeRO 0."""
     masters: Mapping[str, str]
     """Weight -> the tensor that it is made from when training resumes; it must be the rounding of that."""
     tied: Mapping[str, str]
     """Weight that is stated to be another one and is stored by itself -> the name that is written; the two must be equal."""
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """Tensor that is written without its last rows -> the rows that are: of a vocabulary in universal checkpoints."""
 
 
 def find_derived(
-    tensors: Mapping[str, TensorEntry], objects: Sequence[ObjectEntry], *, stage: int, dp: int, is_universal: bool = False
+    tensors: Mapping[str, TensorEntry], objects: Sequence[ObjectEntry], *, stage: int, mesh: Mesh, is_universal: bool = False
 ) -> Derived:
-    """What of some tensors (by output name) need not be written."""
-    stated = {o.path: o.record for o in objects}
-    named = stated.get((OPTIMIZER, "param_names"))
-    group_of = {name: g for g, group in enumerate(items(named)) for name in items(group) if isinstance(name, str)}
-    trained = set(group_of)
+    """What of some tensors (by output name) need not be written, for the ranks of a mesh as `world_mesh` gives it."""
+    values = {o.path: o.record for o in objects}
+    groups = [[n for n in items(group) if isinstance(n, str)] for group in items(values.get(PARAM_NAMES))]
+    group_of = {name: g for g, group in enumerate(groups) for name in group}
+    masters = {n: t for n in group_of if (t := tensors.get(master_name(n))) is not None}
+    aliases, left = _stored_once(tensors, group_of, masters if stage == 3 else {})
+    for name in group_of:
+        weight = tensors.get(name)
+        if name not in masters and stage and weight is not None and weight.spec.dtype.name == "float32":
+            aliases[master_name(name)] = name
+    # a universal checkpoint has masters of parameters that are not trained, made from their weights
+    left |= {
+        n for n, t in tensors.items() if t.path[:2] == (OPTIMIZER, "state") and t.path[2] not in group_of and t.path[2] in tensors
+    }
+    equal = _numbers(tensors, group_of)
+    if stage == 0 and not _is_half(values.get((EXTRA_STATE, "ds_config"))):
+        equal |= {master_name(n): n for n, t in masters.items() if n in tensors and _alike(tensors[n], t)}
+    grid = Grid.of(mesh)
+    stems = Grid(grid.pp, 1, 1, grid.tp).stems(stage) if is_universal else grid.stems(stage)
+    rows = _rows(tensors, group_of, values.get((EXTRA_STATE, INFO))) if is_universal else {}
+    stored = {n: master_name(n) for n, t in masters.items() if n in tensors and _is_rounding(tensors[n], t)}
+    rounded = {n: master for n, master in stored.items() if master not in rows}
+    tied = _tied(tensors, table(values.get((EXTRA_STATE, "shared_params"))), aliases, group_of)
+    return Derived(aliases | _rank_copies(tensors, stems), frozenset(left), equal, rounded, tied, rows)
+
+
+def master_name(parameter: str) -> str:
+    """The name of a parameter's master."""
+    return render_path((OPTIMIZER, "state", parameter, "fp32"))
+
+
+def _is_rounding(weight: TensorEntry, master: TensorEntry) -> bool:
+    return weight.family == MODEL and weight.spec.dtype.is_floating and weight.spec.shape == master.spec.shape
+
+
+def _stored_once(
+    tensors: Mapping[str, TensorEntry], group_of: Mapping[str, int], masters: Mapping[str, TensorEntry]
+) -> tuple[dict[str, str], set[str]]:
+    """Further names of weights, and the weights that their masters stand for."""
     aliases: dict[str, str] = {}
     left: set[str] = set()
     kept: dict[object, str] = {}
     weights = [(n, t) for n, t in tensors.items() if t.family == MODEL and t.spec.volume]
-    for name, entry in sorted(weights, key=lambda item: item[0] not in trained):
+    for name, entry in sorted(weights, key=lambda item: item[0] not in group_of):
         first = kept.setdefault((entry.spec.dtype, entry.spec.shape, entry.pieces), name)
         if first != name:
             aliases[name] = first
-        elif stage == 3 and name in trained:
+        elif name in masters:
             left.add(name)
-    # a universal checkpoint has masters of parameters that are not trained, made from their weights
-    left |= {
-        n for n, t in tensors.items() if t.path[:2] == (OPTIMIZER, "state") and t.path[2] not in trained and t.path[2] in tensors
-    }
+    return aliases, left
+
+
+def _numbers(tensors: Mapping[str, TensorEntry], group_of: Mapping[str, int]) -> dict[str, str]:
+    """What a group has once, under the names of its further parameters."""
     equal: dict[str, str] = {}
     once: dict[object, str] = {}
     for name, entry in tensors.items():
         path = entry.path
-        if path[:2] == (OPTIMIZER, "state") and len(path) == 4 and entry.spec.shape == () and path[3] != "fp32":
-            first = once.setdefault((group_of.get(str(path[2])), path[3]), name)
-            if first != name and path[2] in group_of:
-                equal[name] = first
-    tied = _tied(tensors, table(stated.get((EXTRA_STATE, "shared_params"))), aliases, trained)
-    aliases |= _rank_copies(tensors, dp if stage == 3 and not is_universal else 1)
-    return Derived(aliases, frozenset(left), equal, _masters(tensors, trained), tied)
+        if path[:2] == (OPTIMIZER, "state") and len(path) == 4 and entry.spec.shape == () and path[2] in group_of:
+            name_of = str(path[2])
+            guide = tensors.get(master_name(name_of)) or tensors.get(name_of)
+            if path[3] != "fp32" and (path[3] == "step" or guide is None or guide.spec.shape != ()):
+                first = once.setdefault((group_of[name_of], path[3]), name)
+                if first != name:
+                    equal[name] = first
+    return equal
 
 
-def _masters(tensors: Mapping[str, TensorEntry], trained: Collection[str]) -> dict[str, str]:
-    weights = [n for n, t in tensors.items() if n in trained and t.family == MODEL and t.spec.dtype.is_floating]
-    masters = {n: render_path((OPTIMIZER, "state", n, "fp32")) for n in weights}
-    return {n: m for n, m in masters.items() if m in tensors and tensors[m].spec.shape == tensors[n].spec.shape}
+def _alike(one: TensorEntry, other: TensorEntry) -> bool:
+    return (one.spec.dtype, one.spec.shape) == (other.spec.dtype, other.spec.shape)
+
+
+def _is_half(config: object) -> bool:
+    stated = members(config)
+    return any(table(stated.get(key)).get("enabled") is True for key in ("bf16", "bfloat16", "fp16"))
+
+
+def _rows(tensors: Mapping[str, TensorEntry], group_of: Mapping[str, int], info: object) -> dict[str, int]:
+    """States of vocabularies that have more rows than there are words."""
+    stated = table(info)
+    words = count(stated.get("original_vocab_size"))
+    patterns = vocabulary_patterns(info)
+    found: dict[str, int] = {}
+    for name, entry in tensors.items():
+        path = entry.path
+        if words and path[:2] == (OPTIMIZER, "state") and len(path) == 4 and path[2] in group_of:
+            is_words = any(p.match(str(path[2])) for p in patterns) and len(entry.spec.shape) == 2
+            if is_words and entry.spec.shape[0] > words:
+                found[name] = words
+    return found
+
+
+def vocabulary_patterns(info: object) -> list[re.Pattern[str]]:
+    """Of parameters that have a row per word, as the checkpoint states them."""
+    texts = items(table(info).get("vocabulary_parameter_patterns"))
+    return [p for text in texts if (p := compile_pattern(text, "", [])) is not None]
 
 
 def _tied(
@@ -86,13 +152,12 @@ def _tied(
     return found
 
 
-def _rank_copies(tensors: Mapping[str, TensorEntry], ranks: int) -> dict[str, str]:
+def _rank_copies(tensors: Mapping[str, TensorEntry], stems: Sequence[str]) -> dict[str, str]:
     """Names under which further ranks' files hold the client's tensors, where a rank had none of its own."""
     shared = {n: t for n, t in tensors.items() if t.path[:1] == (EXTRA_STATE,) and not str(t.path[1]).startswith(PER_RANK)}
     own = {t.path for t in tensors.values()}
     found: dict[str, str] = {}
-    for rank in range(1, ranks):
-        stem = stem_of(model_name(0, rank))
+    for stem in stems[1:]:
         for name, entry in shared.items():
             path = (EXTRA_STATE, stem, *entry.path[1:])
             if path not in own:

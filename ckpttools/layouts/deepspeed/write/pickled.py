@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ckpttools.containers.torch_archive import FlatStorage, Storage, arrange_archive, tensor_record
 from ckpttools.dtypes import DType
-from ckpttools.geometry import flat_range_to_boxes
+from ckpttools.geometry import contiguous_runs, flat_range_to_boxes
 from ckpttools.model import ArrangedFile, TensorSpec
 from ckpttools.pickles.records import Global, Object
 from ckpttools.placement.held import HeldTensor
@@ -46,12 +46,20 @@ class Pickled:
 
 
 def flat_boxes(tensor: HeldTensor, start: int, stop: int, at: int) -> list[Placed]:
-    """The elements [start, stop) of a tensor, as far as it has them, from element `at` of a vector on."""
+    """The elements [start, stop) of a rank's tensor, as far as it has them, from element `at` of a vector on.
+
+    Where nothing is held (rows that pad a vocabulary) there is no box.
+    """
     spec = tensor.spec
     found = []
     first = min(start, spec.volume)
     for box in flat_range_to_boxes(spec.shape, first, max(first, min(stop, spec.volume))):
-        found.append((at, tensor.within(box)))
+        share = tensor.within(box)
+        if sum(part.box.volume for part in share.local.parts) == box.volume:
+            found.append((at, share))
+        else:
+            runs = (run for part in share.local.parts for run in contiguous_runs(part.local, box.sizes))
+            found += [(at + place, share.within(run)) for run, place in runs if run.volume]
         at += box.volume
     return found
 
