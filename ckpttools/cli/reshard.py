@@ -43,9 +43,12 @@ class _MeshType(click.ParamType):  # type: ignore[type-arg]  # generic from clic
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Mesh:
         try:
-            return value if isinstance(value, Mesh) else Mesh.parse(str(value))
+            mesh = value if isinstance(value, Mesh) else Mesh.parse(str(value))
         except ValueError as e:
             self.fail(str(e), param, ctx)
+        if not mesh.axes:  # an empty variable in a script must not mean one rank
+            self.fail("no axis is named (write it like tp=2,fsdp=4; fsdp=1 is one rank)", param, ctx)
+        return mesh
 
 
 def _stages(_ctx: click.Context, _param: click.Parameter, value: str | None) -> tuple[int, ...]:
@@ -56,6 +59,15 @@ def _stages(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
     if any(n < 1 for n in counts):
         raise click.BadParameter("every stage has at least one layer")
     return counts
+
+
+def _torch_release(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
+    from ckpttools.containers.dtensor_records import parse_release
+
+    try:
+        return value if value is None else ".".join(map(str, parse_release(value)))
+    except ValueError as e:
+        raise click.BadParameter(str(e)) from e
 
 
 def _axis_names(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]) -> dict[str, str] | None:
@@ -90,7 +102,12 @@ def _axis_names(_ctx: click.Context, _param: click.Parameter, value: tuple[str, 
     metavar="SIZE",
     help="Divide a rank's safetensors file beyond this size.",
 )
-@click.option("--torch-release", metavar="X.Y", help="The torch that shall load pickled DTensors.  [default: newest]")
+@click.option(
+    "--torch-release",
+    callback=_torch_release,
+    metavar="X.Y",
+    help="The torch that shall load pickled DTensors: 2.4 to 2.13.  [default: newest]",
+)
 @click.option(
     "--device-type", default="cpu", show_default=True, metavar="TYPE", help="Of the meshes of pickled DTensors: cuda, ..."
 )

@@ -24,7 +24,7 @@ from ckpttools.pickles.records import Global, Object
 Release = tuple[int, int]
 OLDEST: Release = (2, 4)
 NEWEST: Release = (2, 13)
-"""The last release whose form is known; later ones are given it."""
+"""The last release whose form is known; three times a later one had another."""
 STRIDED_SINCE: Release = (2, 5)
 """The first release that can say that a mesh dimension cuts what later ones have cut before it."""
 _MESH = Global("torch.distributed.device_mesh", "DeviceMesh")
@@ -60,13 +60,14 @@ class RankMesh:
 
 
 def parse_release(text: str) -> Release:
-    """The release that `2.9` or `2.9.1` names. Raises ValueError when it is none, or older than the oldest form."""
+    """The release that `2.9` or `2.9.1` names. Raises ValueError when it is none, or one whose form is not known."""
     numbers = text.split(".")
     if len(numbers) < 2 or not all(n.isascii() and n.isdigit() for n in numbers[:2]):
         raise ValueError(f"not a release of torch: `{text}` (write it like 2.13)")
     release = (int(numbers[0]), int(numbers[1]))
-    if release < OLDEST:
-        raise ValueError(f"DTensors are written for torch {OLDEST[0]}.{OLDEST[1]} and later, not for {text}")
+    if not OLDEST <= release <= NEWEST:
+        known = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+        raise ValueError(f"DTensors are written for torch {known}, whose forms are known, not for {text}")
     return release
 
 

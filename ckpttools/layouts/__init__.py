@@ -55,6 +55,14 @@ REGISTRY: tuple[Layout, ...] = (
 SEAL_NAME = "ckpttools-seal.json"
 _MANIFEST_NAMES = re.compile(r"\.metadata|__\d+\.metadata|.*\.index(\..+)?\.json")
 _STEP_IN_NAME = re.compile(r"(?:step|iter(?:ation)?|checkpoint)[-_=]?0*(\d+)")
+_UNREADABLE = frozenset(
+    {
+        *("bad-header", "bad-json", "bad-pickle", "bad-container", "pickle-limit", "unsafe-pickle", "unsupported-container"),
+        *("duplicate-name", "extent-overlap", "extent-gap", "trailing-bytes", "file-too-short", "empty-file"),
+        *("storage-mismatch", "unknown-dtype", "unreadable-file", "checksum-mismatch"),
+    }
+)
+"""What is wrong with one file by itself, so that a copy of it may be better."""
 _LEFTOVERS = (".tmp", ".incomplete", ".part")
 
 
@@ -89,22 +97,84 @@ def open_snapshot(location: str, *, roots: Sequence[str] = (), is_located: bool 
 def _open(locations: tuple[str, ...], is_located: bool) -> Snapshot:
     require_apart(locations)
     opened = [_open_root(location) for location in locations]
-    source: Source = opened[0][0] if len(opened) == 1 else UnionSource([source for source, _, _ in opened])
-    location, roots = opened[0][2], tuple(root for _, _, root in opened)
+    roots, sources = tuple(root for _, _, root in opened), [source for source, _, _ in opened]
+    snapshot = _read(sources[0], roots, is_located) if len(roots) == 1 else _read_sound(sources, roots, is_located)
+    checkpoint = replace(snapshot.checkpoint, findings=with_roots(snapshot.checkpoint.findings, snapshot.checkpoint.files))
+    return replace(snapshot, checkpoint=checkpoint, is_single_file=len(roots) == 1 and bool(opened[0][1]))
+
+
+def _read(source: Source, roots: tuple[str, ...], is_located: bool) -> Snapshot:
     listing = source.listing()
     parts = sniff(source, listing)
     if not parts:
         raise _not_recognised(", ".join(roots), listing)
     if not any(p.family == MODEL for p in parts) and len(parts) > 1:
-        _require_known(location, parts)
-    checkpoint = _put_together(source, listing, parts, location)
+        _require_known(roots[0], parts)
+    checkpoint = _put_together(source, listing, parts, roots[0])
     if len(roots) > 1:
         checkpoint = with_copies(source, checkpoint, listing)
         checkpoint = replace(checkpoint, roots=roots, findings=(*checkpoint.findings, *_check_steps(roots)))
     if is_located:
         checkpoint = items.locate(source, checkpoint)
-    checkpoint = replace(checkpoint, findings=with_roots(checkpoint.findings, checkpoint.files))
-    return Snapshot(source, listing, checkpoint, len(roots) == 1 and bool(opened[0][1]))
+    return Snapshot(source, listing, checkpoint)
+
+
+def _read_sound(sources: Sequence[Source], roots: tuple[str, ...], is_located: bool) -> Snapshot:
+    """What several roots hold together. Of a file whose first copy does not read, another copy is the file, if it reads.
+
+    The copy that was passed over then differs from the file, and is told as copies that differ are.
+    """
+    snapshot = _read(UnionSource(sources), roots, is_located)
+    passed_over: dict[tuple[str, str], Finding] = {}
+    for _ in roots[1:]:
+        doubtful = _doubtful(snapshot)
+        if not doubtful:
+            break
+        other = _read(UnionSource(sources, passed_over=[*passed_over, *doubtful]), roots, is_located)
+        if len(_doubtful(other)) >= len(doubtful):
+            break
+        passed_over |= doubtful
+        snapshot = other
+    findings = _about_copies(snapshot, {f"{root}/{path}": f for (root, path), f in passed_over.items()})
+    return replace(snapshot, checkpoint=replace(snapshot.checkpoint, findings=findings))
+
+
+def _about_copies(snapshot: Snapshot, passed_over: dict[str, Finding]) -> tuple[Finding, ...]:
+    """The findings, those about copies that do not read told as copies that differ from the file, which reads.
+
+    Args: passed_over: place of a copy -> what is wrong with it.
+    """
+    bad = {path for _, path in _doubtful(snapshot)}
+    places = {copy.path for path, copies in snapshot.listing.copies.items() if path not in bad for copy in copies}
+    rest, told = [], dict(passed_over)
+    for finding in snapshot.checkpoint.findings:
+        about = places.intersection(_words(finding)) if finding.is_error and finding.code in _UNREADABLE else ()
+        for place in about:
+            told.setdefault(place, finding)
+        rest += [] if about else [finding]
+    known = {word for f in rest if f.code == "replica-mismatch" for word in _words(f)}
+    new = [
+        Finding("replica-mismatch", place, "a copy that reads as the others do", f"{f.code}: {f.found}")
+        for place, f in told.items()
+        if place not in known
+    ]
+    return (*rest, *new)
+
+
+def _doubtful(snapshot: Snapshot) -> dict[tuple[str, str], Finding]:
+    """(root, path) of files that do not read and of which there are copies, each with what is wrong with it."""
+    listing = snapshot.listing
+    found: dict[tuple[str, str], Finding] = {}
+    for finding in snapshot.checkpoint.findings:
+        if finding.is_error and finding.code in _UNREADABLE:
+            for path in _words(finding):
+                if path in listing.files and path in listing.copies:
+                    found.setdefault((listing.files[path].root, path), finding)
+    return found
+
+
+def _words(finding: Finding) -> list[str]:
+    return re.findall(r"[^\s`]+", finding.where)
 
 
 def _open_root(location: str) -> tuple[Source, str, str]:

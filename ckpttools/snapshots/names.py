@@ -21,6 +21,10 @@ _SCHEMES = (
     rf"tag[-_]?(?P<step>\d+){_SUFFIX}",
     r"model[-_](?:(?:step|iter)[-_]?)?(?P<step>\d+)\.(?:ckpt|pt|pth|safetensors|bin)",  # detectron2
     rf"epoch[-_](?P<step>\d+){_SUFFIX}",  # mmengine, accelerate
+    rf"epoch[-_]?\d+[-_](?:global[-_]?)?step[-_=]?(?P<step>\d+){_SUFFIX}",  # NeMo Automodel, OpenDiT
+    rf"ep\d+-ba(?P<step>\d+)(?:-rank0)?{_SUFFIX}",  # Composer: a directory of shards, or the one file of rank 0
+    rf"checkpoint_\d+_(?P<step>\d+){_SUFFIX}",  # fairseq: epoch and update
+    r"step(?P<step>\d+)-unsharded",  # OLMo
     rf"0*(?P<step>\d+){_SUFFIX}",
     # Lightning and NeMo: a prefix, then name=value pairs joined by dashes; the step where there is one, else the epoch
     rf"(?:[\w.]+-{{1,2}})?(?:[\w./]+={_VALUE}-)*?step=(?P<step>\d+)(?:\.\d+)?(?:-[\w./]+={_VALUE})*(?:-last)?(?:-v\d+)?{_SUFFIX}",

@@ -22,9 +22,10 @@ TRACKERS = (
     "latest-universal",
     MEGATRON,
     "dlrover_latest.txt",
+    "latest_ckpt_global_step.txt",
     "last_checkpoint",
 )
-"""DeepSpeed (and its universal checkpoints), Megatron, DLRover, detectron2 and mmengine."""
+"""DeepSpeed (and its universal checkpoints), Megatron (and verl), DLRover, SkyRL, detectron2 and mmengine."""
 LAST = "last.ckpt"
 """Lightning's copy of the newest, where it is no link."""
 

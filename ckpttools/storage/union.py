@@ -12,7 +12,7 @@ import glob
 import os
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ckpttools.errors import NotFoundError, StorageError, UsageError
@@ -44,9 +44,14 @@ def open_roots(locations: Sequence[str]) -> tuple[Source, str]:
 class UnionSource:
     """The files of several sources. A file is only read under a path that the listing has."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[Source], *, passed_over: Collection[tuple[str, str]] = ()) -> None:
+        """Several sources as one.
+
+        Args: passed_over: (root, path) of copies that do not read, so that another copy is the file if there is one.
+        """
         self.location = sources[0].location
         self._places: dict[str, tuple[Source, str]] = {}
+        self._passed_over = frozenset(passed_over)
         self._listing = self._unite(sources)
 
     def listing(self) -> Listing:
@@ -72,7 +77,7 @@ class UnionSource:
         files: list[ListedFile] = []
         copies: dict[str, tuple[ListedFile, ...]] = {}
         for path, places in held.items():
-            places.sort(key=lambda place: (not place[0].is_regular, -place[0].length_bytes))  # stable: the first root first
+            places.sort(key=self._order)  # stable: the first root first
             (first, source), *others = places
             files.append(first)
             self._places[path] = (source, path)
@@ -81,6 +86,10 @@ class UnionSource:
             if further:
                 copies[path] = tuple(further)
         return Listing(files, directories=tuple(sorted(directories)), copies=copies)
+
+    def _order(self, place: tuple[ListedFile, Source]) -> tuple[bool, bool, int]:
+        file, _ = place
+        return not file.is_regular, (file.root, file.path) in self._passed_over, -file.length_bytes
 
 
 def require_apart(locations: Sequence[str]) -> None:

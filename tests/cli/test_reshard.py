@@ -37,12 +37,21 @@ class TestRefusals:
             ("fsdp=0", "not a mesh axis"),
             ("fsdp=2,fsdp=2", "named twice"),
             ("fsdp", "write it like tp=2"),
+            ("", "no axis is named"),
         ],
     )
     def test_a_mesh_that_does_not_fit(self, mesh: str, said: str, ckpttools: Run, tmp_path: Path) -> None:
         answer = ckpttools("reshard", SOURCE, tmp_path / "out", "--to", "dcp", "--mesh", mesh)
         assert answer.exit_code == 2
         assert said in answer.stderr
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize("release", ["9.9", "2.14", "2.3", "newest"])
+    def test_a_torch_whose_form_is_not_known(self, release: str, ckpttools: Run, tmp_path: Path) -> None:
+        options = ("--to", "dtensor", "--mesh", "fsdp=2", "--torch-release", release)
+        answer = ckpttools("reshard", SOURCE, tmp_path / "out", *options)
+        assert answer.exit_code == 2
+        assert "2.13" in answer.stderr
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize("case", ["dmg_shard_missing", "dmg_metadata_chunk_hole", "dmg_distcp_truncated"])

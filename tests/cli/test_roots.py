@@ -278,6 +278,45 @@ class TestReplicas:
         else:
             assert "no mean" in answer.stderr
 
+    @pytest.mark.parametrize(
+        ("fixture", "file", "at"),
+        [
+            ("hf_llama_bf16_tied_sharded", "model-00001-of-00002.safetensors", 20),
+            ("hf_llama_bf16_tied_sharded", "model.safetensors.index.json", 0),
+            ("hf4_gpt2_bin_sharded", "pytorch_model-00001-of-00004.bin", -12),
+            ("dcp_fsdp2_w2", ".metadata", 2),
+        ],
+    )
+    @pytest.mark.parametrize("damaged", [0, 1])
+    def test_a_copy_that_does_not_read_is_passed_over_whichever_root_has_it(
+        self, fixture: str, file: str, at: int, damaged: int, ckpttools: Run, tmp_path: Path
+    ) -> None:
+        whole = FIXTURES / "torch" / fixture / "ckpt"
+        roots = spread(whole, tmp_path, 2, lambda path: [0, 1])
+        data = bytearray((roots[damaged] / file).read_bytes())
+        data[at] ^= 0xFF
+        (roots[damaged] / file).write_bytes(data)
+
+        checked = ckpttools("validate", *as_options(roots), "--json")
+        stopped = ckpttools("consolidate", *as_options(roots), tmp_path / "out")
+        answer = ckpttools("consolidate", *as_options(roots), tmp_path / "out", "--replicas", "first")
+
+        assert checked.exit_code == 1
+        assert set(checked.codes) - {"unreferenced-file", "container-inconsistent"} == {"replica-mismatch"}
+        assert any(f"{roots[damaged]}/{file}" in f["where"] for f in checked.document["findings"])
+        assert stopped.exit_code == 1
+        assert answer.exit_code == 0, answer.stderr
+        assert ckpttools("validate", tmp_path / "out", "--against", whole, "--allow-missing").exit_code == 0
+
+    def test_a_file_that_reads_in_no_root_is_damaged_as_in_one(self, ckpttools: Run, tmp_path: Path) -> None:
+        roots = spread(FIXTURES / "torch/hf_llama_bf16_tied_sharded/ckpt", tmp_path, 2, lambda path: [0, 1])
+        for root in roots:
+            file = root / "model-00001-of-00002.safetensors"
+            file.write_bytes(file.read_bytes()[:9] + b"\xff" + file.read_bytes()[10:])
+
+        assert "bad-header" in ckpttools("validate", *as_options(roots), "--json").codes
+        assert ckpttools("consolidate", *as_options(roots), tmp_path / "out", "--replicas", "first").exit_code == 1
+
 
 def seal_of(directory: Path) -> dict[str, Any]:
     return json.loads((directory / "ckpttools-seal.json").read_text())

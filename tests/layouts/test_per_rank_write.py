@@ -25,7 +25,7 @@ plain = partial(arrange_ranks, has_dtensors=False)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("release", ["2.5", "2.9", "2.10", "2.12", "2.13", "2.15"])
+@pytest.mark.parametrize("release", ["2.5", "2.9", "2.10", "2.12", "2.13"])
 def test_dtensors_are_read_back_whole(tmp_path, mesh, release):
     written = write(tmp_path, place(some_placed()), mesh_of(mesh), partial(arrange_ranks, torch_release=release))
     assert_round_trip(written, "per_rank")
@@ -107,8 +107,8 @@ def test_sections_that_come_to_the_same_are_a_dtensor(tmp_path):
     assert_round_trip(write(tmp_path, placed, mesh_of("tp=2"), arrange_ranks), "per_rank")
 
 
-def test_a_release_before_the_first_form_is_refused():
-    for release in ("2.3", "2", "newest"):
+def test_a_release_whose_form_is_not_known_is_refused():
+    for release in ("2.3", "2", "newest", "2.14", "9.9"):
         with pytest.raises(ConversionError, match="torch"):
             arrange_ranks(place(some_placed()), mesh_of("fsdp=2"), torch_release=release)
 

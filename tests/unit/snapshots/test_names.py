@@ -39,6 +39,13 @@ from ckpttools.snapshots.names import looks_like_snapshot, parse_mark, parse_met
         "100",
         "0000100",
         "100.pt",
+        "epoch_0_step_100",
+        "epoch999-global_step100",
+        "epoch-1-step-100.pt",
+        "ep1-ba100",
+        "ep0-ba100-rank0.pt",
+        "checkpoint_3_100.pt",
+        "step100-unsharded",
     ],
 )
 def test_step_of_every_scheme(name):
@@ -58,6 +65,8 @@ def test_step_of_every_scheme(name):
         "step-1e5",
         "step--1",
         "step-" + "9" * 30,
+        "ep0-ba100-rank1.pt",
+        "checkpoint_last.pt",
         "step-١٠٠",
         "model-00001-of-00002.safetensors",
         "",

@@ -127,6 +127,7 @@ def test_directories_of_ranks_that_hold_snapshots_are_no_snapshots(tmp_path):
         ("latest.txt", "runs/x/global_step2/\n", "global_step2"),
         ("latest_checkpointed_iteration.txt", "2", "global_step2"),
         ("dlrover_latest.txt", "2\n", "global_step2"),
+        ("latest_ckpt_global_step.txt", "2", "global_step2"),
         ("latest", "global_step3", ""),
         ("latest_checkpointed_iteration.txt", "3", ""),
         ("latest", "", ""),
