@@ -40,7 +40,8 @@ class SourceProof:
         self._snapshot = snapshot
         self._tensors = tensors
         entries = {t.name: t for t in tensors}
-        self._masters = {w.name: entries[w.rounded_from] for w in (*tensors, *derived) if w.rounded_from in entries}
+        of_master = [w for w in (*tensors, *derived) if w.rounded_from and w.rounded_from in entries]
+        self._masters = {w.name: entries[w.rounded_from] for w in of_master}
         self._left = [w for w in derived if w.name in self._masters]
         self._allowed = allowed
         self._jobs = jobs

@@ -117,7 +117,7 @@ def scan(
 def _pairs(checkpoint: Checkpoint, chosen: Sequence[TensorEntry]) -> list[tuple[TensorEntry, TensorEntry]]:
     """(weight, the master that it was rounded from), where both are read."""
     by_name = {t.name: t for t in chosen}
-    return [(t, by_name[t.rounded_from]) for t in chosen if t.rounded_from in by_name]
+    return [(t, by_name[t.rounded_from]) for t in chosen if t.rounded_from and t.rounded_from in by_name]
 
 
 @dataclass(slots=True)
