@@ -40,7 +40,7 @@ from ckpttools.placement.local import PlacedTensor
 from ckpttools.storage.source import Listing, Source
 
 _FILE = re.compile(r"model-rank-(?P<rank>\d{1,9})-part-(?P<part>\d{1,9})\.safetensors")
-_GROUPED = re.compile(r"(.*\.)?(self_)?attention\.query_key_value\.(weight|bias)")
+_GROUPED = re.compile(r"(.*\.)?((self_)?attention\.query_key_value|attention\.wqkv|attn\.c_attn)\.(weight|bias)")
 _TRANSPOSED = re.compile(r"(.*\.)?attn\.c_attn\.weight")
 _AXIS = "tp"
 _MAX_LISTED = 20
@@ -96,10 +96,10 @@ def refusals(
 def _differs(tensor: PlacedTensor) -> str:
     """Why vLLM has other values under a name than the checkpoint it loads: its loaders put them in another order."""
     shape, is_cut_in_parts = tensor.spec.shape, any(cut.sections for cut in tensor.placement.cuts)
-    if _GROUPED.fullmatch(tensor.spec.name) and not is_cut_in_parts:
-        return "rows of query, key and value are grouped per head, and vLLM has all queries first, then keys and values"
     if _TRANSPOSED.fullmatch(tensor.spec.name) and len(shape) == 2 and shape[1] == 3 * shape[0]:
         return "columns are outputs, as GPT-2 has them, and in vLLM rows are"
+    if _GROUPED.fullmatch(tensor.spec.name) and not is_cut_in_parts:
+        return "rows of query, key and value are grouped per head, and vLLM has all queries first, then keys and values"
     return ""
 
 

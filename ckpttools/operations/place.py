@@ -71,7 +71,7 @@ def place(
     assignment = assign.place(
         tensors,
         mesh,
-        told.rules if told.rules is not None and not placing.rules else _rules(snapshot, selection, placing.rules, usual),
+        told.rules if told.rules is not None and not placing.rules else _rules(snapshot, selection, placing, usual),
         _counts(snapshot, placing.model_config),
         is_even=needs_even,
         copies_heads=copies_heads,
@@ -84,12 +84,14 @@ def place(
 
 
 def _rules(
-    snapshot: Snapshot, selection: Selection, wanted: str, usual: Callable[[Mapping[str, Sequence[int]]], str]
+    snapshot: Snapshot, selection: Selection, placing: Placing, usual: Callable[[Mapping[str, Sequence[int]]], str]
 ) -> RuleSet | None:
+    wanted = placing.rules
     if not wanted:
         shapes = {name: entry.spec.shape for name, entry in selection.tensors.items() if entry.family == MODEL}
         named = usual(shapes)
-        return built_in(named) if named else choose(shapes)
+        kind = read_settings(snapshot, placing.model_config).values.get("model_type")
+        return built_in(named) if named else choose(shapes, kind if isinstance(kind, str) else "")
     if wanted == "source":
         return infer(selection.tensors, snapshot.checkpoint.mesh)
     if wanted in (*BUILT_IN, *OTHERS):

@@ -22,6 +22,8 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
 }
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "moe_args", "ffn_config", "model")
 """Where a config of several parts keeps what it says of the language model."""
+_ONE_BY_DEFAULT = ("falcon", "gpt_bigcode")
+"""Types of models whose queries share one head of keys and values unless the config says `multi_query: false`."""
 _MAX = 1 << 31
 
 
@@ -66,8 +68,11 @@ def counts_of(config: Mapping[str, object], where: str) -> Counts:
             parts.append(nested)
     found = {name: _first(parts, keys, where) for name, keys in _KEYS.items()}
     heads, hidden = found["heads"], found.pop("hidden")
-    if config.get("group_query_attention") is False or found["kv_heads"] is None:
-        found["kv_heads"] = 1 if config.get("multi_query") is True else heads
+    if config.get("group_query_attention") is False or config.get("multi_query_attention") is False:
+        found["kv_heads"] = heads
+    elif found["kv_heads"] is None or config.get("new_decoder_architecture") is False:  # Falcon states a count that it ignores
+        is_one = config.get("multi_query", config.get("model_type") in _ONE_BY_DEFAULT)
+        found["kv_heads"] = 1 if is_one is True else heads
     if found["head_dim"] is None and heads and hidden and hidden % heads == 0:
         found["head_dim"] = hidden // heads
     return Counts(**found)

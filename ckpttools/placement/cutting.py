@@ -47,6 +47,8 @@ def cut_of(spec: TensorSpec, rule: Rule, before: Sequence[Cut], ranks: int, cutt
         fault(f"{rule.label} cuts dimension {rule.dim}, which is not there", found=found, tensor=spec.name)
         return None
     length = spec.shape[dim]
+    if rule.groups:
+        rule, cutting = _of_groups(spec, rule, ranks, cutting)
     if not rule.sections:
         return Cut(rule.axis, dim, copies=_copies([_ask_for_units(spec, rule, (dim, length), ranks, cutting)]))
     if any(cut.dim == dim for cut in before):
@@ -66,6 +68,17 @@ def cut_of(spec: TensorSpec, rule: Rule, before: Sequence[Cut], ranks: int, cutt
         part = Rule(rule.tensors, rule.axis, rule.dim, units=unit, label=rule.label)
         copies.append(_ask_for_units(spec, part, (dim, section), ranks, cutting))
     return Cut(rule.axis, dim, sections, _copies(copies))
+
+
+def _of_groups(spec: TensorSpec, rule: Rule, ranks: int, cutting: Cutting) -> tuple[Rule, Cutting]:
+    """The rule for rows in groups: whole groups, of which no copies are made; a single group is its sections."""
+    count = cutting.counts.of(rule.groups)
+    if count is None and ranks > 1:
+        message = f"{rule.label} needs the number of {_WORDS[rule.groups]} to cut rows that are grouped by them"
+        cutting.requirements.fault(message, tensor=spec.name)
+    if count == 1:
+        return rule, cutting
+    return replace(rule, sections=(), units=rule.groups), replace(cutting, copies_heads=False)
 
 
 def _copies(of_sections: Sequence[int]) -> tuple[int, ...]:

@@ -16,14 +16,14 @@ from ckpttools.placement.rules import CUTTING_AXES, UNITS, Proportion, Rule, Rul
 from ckpttools.toml import parse_toml
 
 BUILT_IN = (
-    *("gpt_oss", "mixtral", "mixtral_transposed", "llama", "gpt2", "gpt2_linear", "bloom", "gpt_neox", "t5"),
-    *("megatron", "megatron_gated"),
+    *("gpt_oss", "minimax", "mixtral", "mixtral_transposed", "internlm2", "llama", "gpt2", "gpt2_linear", "gpt_bigcode", "gptj"),
+    *("bloom", "falcon", "chatglm", "chatglm1", "gpt_neox", "t5", "megatron", "megatron_gated"),
 )
 """The sets that `choose` tries, in this order: a more particular one stands before the one whose names it shares."""
 OTHERS = ("llama_meta1", "buffers")
 """Further sets that are there to be named: Llama 1 and 2 as Meta cut them, and what every set has in the end."""
-_TOP = ("about", "include", "recognise", "unless", "shaped", "replicate", "rules", "stages", "experts")
-_RULE = ("tensors", "axis", "dim", "sections", "units")
+_TOP = ("about", "include", "recognise", "models", "unless", "shaped", "replicate", "rules", "stages", "experts")
+_RULE = ("tensors", "axis", "dim", "sections", "units", "groups")
 _STAGES = ("layers", "first", "last", "tied")
 _PROPORTION = ("tensor", "dim", "times", "of", "of_dim")
 _MAX_DIM = 8
@@ -39,9 +39,13 @@ def built_in(name: str) -> RuleSet:
     return parse_rules(text, name)
 
 
-def choose(shapes: Mapping[str, Sequence[int]]) -> RuleSet | None:
-    """The built-in set for a model's tensors, given their shapes by name; None where no set knows them."""
-    return next((rules for rules in map(built_in, BUILT_IN) if rules.is_for(shapes)), None)
+def choose(shapes: Mapping[str, Sequence[int]], model_type: str = "") -> RuleSet | None:
+    """The built-in set for a model's tensors, given their shapes by name; None where no set knows them.
+
+    Args: model_type: as the model's config has it, where there is one; it decides between sets for the same names.
+    """
+    sets = sorted(map(built_in, BUILT_IN), key=lambda rules: model_type not in rules.models)
+    return next((rules for rules in sets if rules.is_for(shapes)), None)
 
 
 def parse_rules(text: str, where: str) -> RuleSet:
@@ -69,7 +73,8 @@ def parse_rules(text: str, where: str) -> RuleSet:
     if not isinstance(about, str):
         raise reader.error("`about` is not a text")
     unless = reader.globs(table, "unless", "")
-    return RuleSet(where, tuple(rules), stages, experts, recognise, unless, reader.proportions(table), about)
+    models = reader.texts(table, "models", "")
+    return RuleSet(where, tuple(rules), stages, experts, recognise, models, unless, reader.proportions(table), about)
 
 
 class _Reader:
@@ -155,8 +160,11 @@ class _Reader:
                              found="nothing" if dim is None else f"{dim!r}")  # fmt: skip
         if units != "" and units not in UNITS:
             raise self.error("unknown `units`", place, expected=f"one of {', '.join(UNITS)}", found=f"{units!r}")
-        sections = self.sections(table, place)
-        return Rule(globs, str(axis), dim, sections, str(units), f"rule {number} of {self.where}")
+        sections, groups = self.sections(table, place), table.get("groups", "")
+        if groups != "" and (groups not in UNITS or not sections):
+            expected = f"one of {', '.join(UNITS)}, beside `sections`"
+            raise self.error("unknown `groups`, or none that have sections", place, expected=expected, found=f"{groups!r}")
+        return Rule(globs, str(axis), dim, sections, str(units), str(groups), f"rule {number} of {self.where}")
 
     def sections(self, table: Mapping[str, object], place: str) -> tuple[int | str, ...]:
         found = table.get("sections", [])
@@ -214,6 +222,7 @@ def render_rules(rules: RuleSet) -> str:
             lines += ["[[rules]]", f"tensors = {_render(list(rule.tensors))}", f'axis = "{rule.axis}"', f"dim = {rule.dim}"]
             lines += [f"sections = {_render(list(rule.sections))}"] if rule.sections else []
             lines += [f'units = "{rule.units}"'] if rule.units else []
+            lines += [f'groups = "{rule.groups}"'] if rule.groups else []
             lines.append("")
     stages = rules.stages
     if stages != Stages():

@@ -35,6 +35,9 @@ class Rule:
     are the lengths (query, key and value rows are as `heads` to `kv_heads` to `kv_heads`)."""
     units: str = ""
     """What may not be cut in two along the dimension (in each section, where there are several)."""
+    groups: str = ""
+    """A unit, each of which has all sections for itself (query rows, then its key, then its value): a rank has whole groups, and
+    only a single group is cut section by section."""
     label: str = ""
     """Which rule it is, for messages: `rule 3 of llama`."""
 
@@ -117,6 +120,8 @@ class RuleSet:
     """Patterns with {expert} of experts that have names of their own."""
     recognise: tuple[tuple[str, ...], ...] = ()
     """By which names the set is chosen: for some of these groups, each pattern names a tensor."""
+    models: tuple[str, ...] = ()
+    """Model types, as a config names them, for which it goes before sets that the names suit as well."""
     unless: tuple[str, ...] = ()
     """Patterns by which it is not chosen where they name a tensor."""
     shaped: tuple[Proportion, ...] = ()

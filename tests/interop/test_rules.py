@@ -32,6 +32,8 @@ _LATENT = {
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "n_group": 2,
     "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_routed_experts": 4,
 }  # fmt: skip
+_GPT = {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 128, "n_positions": 32}
+_FALCON = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 128}
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,28 @@ MODELS = {
         whole=("mlp.router.weight", "down_proj_bias"),
         has_plan=False,
     ),
+    "deepseek_v2": Kind(
+        _SMALL | _LATENT | {"num_key_value_heads": 4, "head_dim": 8},
+        "mixtral",
+        whole=("mlp.gate.weight", "q_a_proj.weight", "kv_a_proj_with_mqa.weight"),
+    ),
+    "glm4_moe": Kind(
+        _SMALL | _LATENT | {"num_key_value_heads": 2, "head_dim": 16, "n_group": 1}, "mixtral", whole=("mlp.gate.weight",)
+    ),
+    "glm": Kind(_SMALL | {"head_dim": 16}, "llama", otherwise=("gate_up_proj.weight",)),
+    "glm4": Kind(_SMALL | {"head_dim": 16}, "llama", otherwise=("gate_up_proj.weight",)),
+    "gemma": Kind(_SMALL | {"head_dim": 16}, "llama"),
+    "gemma3_text": Kind(_SMALL | {"head_dim": 16}, "llama"),
+    "starcoder2": Kind(_SMALL, "llama"),
+    "cohere": Kind(_SMALL, "llama"),
+    "olmo2": Kind(_SMALL, "llama"),
+    "phi": Kind(_SMALL, "llama"),
+    "gptj": Kind(_GPT | {"rotary_dim": 8}, "gptj"),
+    # no plans: what a rank holds is told by the models' own ways to take query, key and value apart (below)
+    "falcon": Kind(_FALCON, "falcon", has_plan=False),
+    "gpt_bigcode": Kind(_GPT, "gpt_bigcode", has_plan=False),
     "gpt_neox": Kind(_SMALL, "gpt_neox"),
-    "gpt2": Kind({"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 128, "n_positions": 32}, "gpt2", has_plan=False),
+    "gpt2": Kind(_GPT, "gpt2", has_plan=False),
     "bloom": Kind({"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128}, "bloom", has_plan=False),
     "t5": Kind({"d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 96, "num_layers": 2, "vocab_size": 128}, "t5", has_plan=False),
 }
@@ -142,8 +164,8 @@ def placed(kind: str, shapes: dict[str, list[int]], mesh: str) -> Assignment:
     assert rules is not None
     assert rules.name == MODELS[kind].rules
     tensors = [(TensorSpec(n, parse_dtype("float32"), tuple(s)), tuple(n.split(".")), "model") for n, s in shapes.items()]
-    counts = Counts() if kind == "deepseek_v3" else counts_of(MODELS[kind].config, kind)
-    return place(tensors, Mesh.parse(mesh), rules, counts, is_even=True)
+    counts = Counts() if kind.startswith("deepseek") else counts_of(MODELS[kind].config | {"model_type": kind}, kind)
+    return place(tensors, Mesh.parse(mesh), rules, counts, is_even=True, copies_heads=True)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -196,3 +218,61 @@ def test_stages_take_every_layer_and_experts_are_divided(kind: str, told: list[d
     if "ep" in mesh:
         divided = {t.spec.name for t in found.tensors if any(cut.axis == "ep" for cut in t.placement.cuts)}
         assert divided == {name for name in shapes if ".experts." in name}
+
+
+_NEW = {"new_decoder_architecture": True, "num_kv_heads": 2}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"multi_query": False}, _NEW, _NEW | {"num_kv_heads": 4}],
+    ids=["one head", "all heads", "two groups", "four groups"],
+)
+def test_a_rank_of_falcon_has_the_heads_that_a_smaller_model_would_take_apart(settings: dict[str, Any]) -> None:
+    """Transformers' own splitting of fused rows, with a rank's counts, gives the rank's share of what it gives for all."""
+    import torch
+    from transformers import FalconConfig
+    from transformers.models.falcon.modeling_falcon import FalconAttention
+
+    config = FalconConfig(**(_FALCON | settings))
+    attention = FalconAttention(config, layer_idx=0)
+    name = "transformer.h.0.self_attention.query_key_value.weight"
+    rows = attention.query_key_value.weight.shape[0]
+    rules = choose({name: (rows, 64)}, "falcon")
+    assert rules is not None
+    spec = TensorSpec(name, parse_dtype("float32"), (rows, 64))
+    counts = counts_of(config.to_dict(), "config.json")
+    found = place([(spec, (name,), "model")], Mesh.parse("tp=2"), rules, counts, is_even=True, copies_heads=True)
+    assert found.problems == ()
+    whole = attention._split_heads(torch.arange(rows)[None, None])
+    heads, groups = attention.num_heads, attention.num_kv_heads
+    for rank in range(2):
+        local = found.tensors[0].local(found.mesh, rank)
+        assert local is not None
+        own = [row for part in local.parts for row in range(part.box.offsets[0], part.box.stops[0])]
+        attention.num_heads, attention.num_kv_heads = heads // 2, max(groups // 2, 1)
+        for theirs, ours in zip(whole, attention._split_heads(torch.tensor(own)[None, None]), strict=True):
+            share = theirs if theirs.shape[2] == 1 else theirs.chunk(2, dim=2)[rank]
+            assert torch.equal(share, ours)
+        attention.num_heads, attention.num_kv_heads = heads, groups
+
+
+@pytest.mark.parametrize("is_one", [True, False])
+def test_a_rank_of_gpt_bigcode_has_whole_heads(is_one: bool) -> None:
+    from transformers import GPTBigCodeConfig
+
+    config = GPTBigCodeConfig(**_GPT, multi_query=is_one)
+    name, rows = "transformer.h.0.attn.c_attn.weight", 64 + 2 * (16 if is_one else 64)
+    rules = choose({name: (rows, 64)}, "gpt_bigcode")
+    assert rules is not None
+    spec = TensorSpec(name, parse_dtype("float32"), (rows, 64))
+    counts = counts_of(config.to_dict(), "config.json")
+    found = place([(spec, (name,), "model")], Mesh.parse("tp=2"), rules, counts, is_even=True, copies_heads=True)
+    held = []
+    for rank in range(2):
+        local = found.tensors[0].local(found.mesh, rank)
+        assert local is not None
+        held.append([row for part in local.parts for row in range(part.box.offsets[0], part.box.stops[0])])
+    shared = list(range(64, 96))
+    expected = [[*range(32), *shared], [*range(32, 64), *shared]] if is_one else [[*range(96)], [*range(96, 192)]]
+    assert expected == held

@@ -412,3 +412,38 @@ def test_ranks_that_share_a_head_hold_equal_boxes_of_it_that_cover_it(
                 held.setdefault(part.box, []).append(rank)
         assert len(shapes) == 1
         assert cover(placed_tensor.spec.shape, list(held)).is_exact
+
+
+class TestGroups:
+    """Rows of query, key and value that are grouped per key/value head."""
+
+    NAME = "transformer.h.0.self_attention.query_key_value.weight"
+
+    def rows(self, heads: int, groups: int, mesh: str, **options: object) -> list[list[int]] | str:
+        """The rows of each rank, one row per head."""
+        found = on(mesh, [tensor(self.NAME, heads + 2 * groups, 1)], "falcon", counts=Counts(heads, groups), **options)
+        if found.problems:
+            return str(found.problems[0])
+        ranks = [found.tensors[0].local(found.mesh, rank) for rank in range(found.mesh.ranks)]
+        return [
+            [row for part in local.parts for row in range(part.box.offsets[0], part.box.stops[0])] for local in ranks if local
+        ]
+
+    def test_ranks_have_whole_groups(self) -> None:
+        assert [[0, 1, 2, 3], [4, 5, 6, 7]] == self.rows(4, 2, "tp=2")
+
+    def test_a_single_group_is_cut_by_its_sections(self) -> None:
+        assert [[0, 1, 4, 5], [2, 3, 4, 5]] == self.rows(4, 1, "tp=2", copies_heads=True)
+
+    def test_more_ranks_than_groups_are_refused(self) -> None:
+        assert "2 key/value heads cannot be divided evenly among tp=4" in self.rows(8, 2, "tp=4", copies_heads=True)
+        assert "1 key/value heads cannot be divided evenly among tp=2" in self.rows(4, 1, "tp=2")
+
+    def test_a_count_that_is_not_known_is_asked_for(self) -> None:
+        found = on("tp=2", [tensor(self.NAME, 8, 4)], "falcon")
+        assert "rule 1 of falcon needs the number of key/value heads to cut rows that are grouped" in str(found.problems[0])
+
+    def test_groups_without_sections_are_no_rule(self) -> None:
+        text = '[[rules]]\ntensors = ["a"]\naxis = "tp"\ndim = 0\ngroups = "kv_heads"\n'
+        with pytest.raises(UsageError, match="unknown `groups`"):
+            parse_rules(text, "mine.toml")

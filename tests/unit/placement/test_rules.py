@@ -197,6 +197,17 @@ class TestChoice:
             (["h.0.self_attention.query_key_value.weight", "word_embeddings_layernorm.weight"], "bloom"),
             (["gpt_neox.layers.0.attention.query_key_value.weight", "gpt_neox.layers.0.mlp.dense_h_to_4h.weight"], "gpt_neox"),
             (["encoder.block.0.layer.0.SelfAttention.q.weight"], "t5"),
+            (["transformer.h.0.self_attention.query_key_value.weight", "transformer.h.0.mlp.dense_h_to_4h.weight"], "falcon"),
+            (["transformer.encoder.layers.0.self_attention.query_key_value.weight", "x.mlp.dense_h_to_4h.weight"], "chatglm"),
+            (
+                [
+                    *("transformer.layers.0.attention.query_key_value.weight", "transformer.layers.0.mlp.dense_h_to_4h.weight"),
+                    "transformer.word_embeddings.weight",
+                ],
+                "chatglm1",
+            ),
+            (["model.layers.0.attention.wqkv.weight", "model.layers.0.feed_forward.w1.weight"], "internlm2"),
+            (["transformer.h.0.attn.q_proj.weight", "transformer.h.0.mlp.fc_in.weight"], "gptj"),
             (["3.self_attention.query_key_value.weight", "3.mlp.dense_h_to_4h.weight"], "megatron"),
             (["language_model.encoder.layers.0.self_attention.query_key_value.weight", "a.mlp.dense_h_to_4h.weight"], "megatron"),
         ],
@@ -211,8 +222,7 @@ class TestChoice:
         [
             [],
             ["w"],
-            ["transformer.h.0.self_attention.query_key_value.weight", "transformer.h.0.mlp.dense_h_to_4h.weight"],  # Falcon
-            ["transformer.encoder.layers.0.self_attention.query_key_value.weight", "x.mlp.dense_h_to_4h.weight"],  # ChatGLM
+            ["transformer.blocks.0.attn.Wqkv.weight", "transformer.blocks.0.ffn.up_proj.weight"],  # MPT
         ],
     )
     def test_names_that_no_set_knows_choose_none(self, names: list[str]) -> None:
@@ -237,7 +247,7 @@ class TestChoice:
         [
             ({"h.0.attn.c_attn.weight": (16, 48)}, "gpt2"),
             ({"h.0.attn.c_attn.weight": (48, 16)}, "gpt2_linear"),
-            ({"h.0.attn.c_attn.weight": (24, 16)}, None),  # one head of keys and values for all queries
+            ({"h.0.attn.c_attn.weight": (24, 16)}, "gpt_bigcode"),  # one head of keys and values for all queries
             ({"layers.0.mlp.experts.gate_up_proj": (4, 24, 16), "layers.0.mlp.experts.down_proj": (4, 16, 12)}, "mixtral"),
             (
                 {"layers.0.mlp.experts.gate_up_proj": (4, 16, 24), "layers.0.mlp.experts.down_proj": (4, 12, 16)},
@@ -250,6 +260,16 @@ class TestChoice:
     ) -> None:
         found = choose(shapes)
         assert (found.name if found else None) == chosen
+
+    def test_the_models_type_decides_between_sets_for_the_same_names(self) -> None:
+        shapes = {"h.0.attn.c_attn.weight": (48, 16)}
+        named = {kind: found.name for kind in ("gpt_bigcode", "gpt2", "") if (found := choose(shapes, kind)) is not None}
+        assert {"gpt_bigcode": "gpt_bigcode", "gpt2": "gpt2_linear", "": "gpt2_linear"} == named
+
+    def test_a_models_type_does_not_choose_a_set_for_other_names(self) -> None:
+        found = choose({"model.layers.0.self_attn.q_proj.weight": (8, 8)}, "falcon")
+        assert found is not None
+        assert found.name == "llama"
 
     def test_llama_1_and_2_as_meta_cut_them_are_asked_for_by_name(self) -> None:
         first, *_ = built_in("llama_meta1").matching("tok_embeddings.weight")
