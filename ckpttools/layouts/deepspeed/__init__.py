@@ -49,7 +49,7 @@ class DeepSpeed:
     """What `DeepSpeedEngine.save_checkpoint` and `ds_to_universal` write."""
 
     name = "deepspeed"
-    looks_for = "`mp_rank_*_model_states.pt`, `*zero_pp_rank_*_optim_states.pt`, `layer_*-model_*-model_states.pt`, or `zero/`"
+    looks_for = "`mp_rank_*_model_states.pt`, `*zero_pp_rank_*_optim_states.pt`, `layer_*-model_states.pt`, or `zero/`"
 
     def sniff(self, listing: Listing, peek: Peek) -> list[Part]:
         """One part: the files of a tag. In a directory around one, such as HF Trainer's, `latest` says which tag is meant."""
@@ -132,6 +132,8 @@ def _read_tensors(book: Book, files: Files, names: Names, ranks: Ranks) -> None:
         read_layers(book, files, names, ranks, opened, tied_layers(opened, ranks.trained))
     if names.experts:
         read_experts(book, files, names, ranks)
+    ranks.name_groups(book.shape)
+    ranks.order_groups()
     for pp in range(ranks.pp):
         for tp in range(ranks.tp):
             mp = pp * ranks.tp + tp
@@ -140,9 +142,9 @@ def _read_tensors(book: Book, files: Files, names: Names, ranks: Ranks) -> None:
                 continue
             if ranks.stage == 3:
                 models = {d: m for (d, other), m in sorted(ranks.models.items()) if other == mp}
-                read_stage3(book, files, models, optimizers, tp=tp, dp=ranks.dp)
+                read_stage3(book, files, models, optimizers, ranks.fused, tp=tp, dp=ranks.dp)
             else:
-                read_partitions(book, files, model, optimizers, tp=tp, dp=ranks.dp)
+                read_partitions(book, files, model, optimizers, ranks.fused, tp=tp, dp=ranks.dp)
         book.settle()
     if names.is_universal:
         file = files.open(names.settings) if names.settings else None

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from ckpttools.dtypes import DType
 from ckpttools.findings import Finding
-from ckpttools.layouts.deepspeed.parts import Key, Local, place, whole_piece
+from ckpttools.layouts.deepspeed.parts import Key, Local, Placement, place, whole_piece
 from ckpttools.layouts.deepspeed.states import Stored
-from ckpttools.layouts.deepspeed.tensor_parallel import Placement, Rules, find_placement, guess_finding
+from ckpttools.layouts.deepspeed.tensor_parallel import Rules, apart_finding, find_placement, guess_finding
 from ckpttools.layouts.families import MODEL, OPTIMIZER
 from ckpttools.model import ObjectEntry, Path, Piece, TensorEntry, TensorSpec, render_path
 
+_MAX_NAMED = 64
+
 WEIGHT: Key = ()
 MASTER: Key = ("fp32",)
+FLAT_STATES = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer", "max_exp_avg_sq", "sum", "square_avg"})
+"""What common optimizers keep per element: any other number of elements is a finding."""
 
 
 @dataclass(slots=True)
@@ -57,6 +62,13 @@ class Book:
         shards = self._shards.get((name, WEIGHT))
         return next(iter(shards.values())).shape if shards else None
 
+    def stored(self, name: str, tp: int) -> Stored | None:
+        """A weight's shard, where it is stored in one piece."""
+        local = self._shards.get((name, WEIGHT), {}).get(tp)
+        if local is None or len(local.pieces) != 1 or local.pieces[0].box.sizes != local.shape:
+            return None
+        return Stored(local.dtype, local.shape, local.pieces[0].extent)
+
     def add(self, name: str, key: Key, tp: int, dtype: DType, shape: tuple[int, ...], pieces: list[Piece], where: str) -> None:
         """Pieces that lie in a tensor-parallel rank's shard."""
         local = self._local(name, key, tp, dtype, shape, where)
@@ -77,6 +89,11 @@ class Book:
         has = bool(self._shards.get((name, key), {}).get(tp))
         add = self.add_stale if is_stale or has else self.add
         add(name, key, tp, stored.dtype, stored.shape, [piece], where)
+
+    def add_apart(self, name: str, key: Key, stored: Stored, rank: int, where: str) -> None:
+        """What is kept as it is stored, under a name of its own: no parameter's shard, as far as can be told."""
+        piece = whole_piece(stored.shape, stored.extent, rank)
+        self.add_merged(name, key, stored.dtype, stored.shape, [piece], where)
 
     def add_merged(self, name: str, key: Key, dtype: DType, shape: tuple[int, ...], pieces: list[Piece], where: str) -> None:
         """A tensor that is whole already, whatever the number of ranks."""
@@ -110,25 +127,31 @@ class Book:
         """Every tensor: weights first, each with the boxes of all its shards."""
         placements: dict[tuple[str, tuple[tuple[int, ...], ...]], Placement | str] = {}
         guessed: dict[str, str] = {}
+        apart: dict[str, tuple[str, str]] = {}
         found = []
         for (name, key), shards in sorted(self._shards.items(), key=lambda item: item[0][1] != WEIGHT):
             first = next(iter(shards.values()))
-            shapes = tuple(shards[t].shape if t in shards else first.shape for t in range(self.tp))
+            of_weight = self._shards.get((name, WEIGHT), {})  # a shard without elements has no place in a flat vector
+            shapes = tuple((shards.get(t) or of_weight.get(t) or first).shape for t in range(self.tp))
             if name in self.buffers or (name, key) in self._merged:
                 shapes = (first.shape,)
             elif first.shape == ():
                 shapes, shards = ((),), {0: first}
             placement = placements.get((name, shapes))
             if placement is None:
-                placement = find_placement(name, shapes, self.rules)
+                placement = find_placement(self.shared.get(name, name), shapes, self.rules)
                 placements[name, shapes] = placement
                 if isinstance(placement, str):
                     expected = "shards that make one tensor"
                     self.findings.append(Finding("rank-mismatch", f"{name} in {first.where}", expected, placement))
                 elif placement.is_guessed:
                     guessed[name] = first.where
-            if isinstance(placement, Placement):
+            if isinstance(placement, Placement) and placement.apart:
+                apart[name] = (placement.apart, first.where)
+                found += [self._entry(f"{name}.tp_{t}", key, {t: s}, Placement(s.shape)) for t, s in sorted(shards.items())]
+            elif isinstance(placement, Placement):
                 found.append(self._entry(name, key, shards, placement))
+        self.findings += [apart_finding(name, *told) for name, told in islice(apart.items(), _MAX_NAMED)]
         if guessed:
             self.findings.append(guess_finding(list(guessed), next(iter(guessed.values()))))
         return found
@@ -151,6 +174,8 @@ class Book:
             else:
                 cuts = placement.cuts[t]
                 pieces += [part for p in local.pieces for part in place(p, placement.dim, cuts, local.dtype)]
+                copies_of = placement.copies[t] if placement.copies else ()
+                replicas += [part for p in local.pieces for part in place(p, placement.dim, copies_of, local.dtype)]
                 replicas += [part for p in local.replicas for part in place(p, placement.dim, cuts, local.dtype)]
                 stale += [part for p in local.stale for part in place(p, placement.dim, cuts, local.dtype)]
         return TensorEntry(

@@ -39,10 +39,14 @@ def expert_counts(names: Iterable[str]) -> dict[str, int]:
     return found
 
 
-def global_names(names: Iterable[str], ep: int) -> dict[str, str]:
-    """Local name -> name with the expert's global number, for the experts of expert-parallel rank `ep`."""
+def global_names(names: Iterable[str], ep: int, counts: Mapping[str, int] | None = None) -> dict[str, str]:
+    """Local name -> name with the expert's global number, for the experts of expert-parallel rank `ep`.
+
+    Args: counts: experts that a rank has behind each prefix, where the names are not all of them: a large layer may be
+        spread over several groups.
+    """
     names = list(names)
-    counts = expert_counts(names)
+    counts = expert_counts(names) if counts is None else counts
     found = {}
     for name in names:
         prefix, number, rest = split_expert(name)

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from ckpttools.containers.torch_entries import RankFile
 from ckpttools.containers.torch_values import MalformedError, TensorValue, read_value
 from ckpttools.findings import Finding
 from ckpttools.layouts.deepspeed.book import WEIGHT, Book
-from ckpttools.layouts.deepspeed.names import Names, expert_name, layer_name
+from ckpttools.layouts.deepspeed.fused_experts import split_number
+from ckpttools.layouts.deepspeed.names import Names, expert_name, layer_sibling
 from ckpttools.layouts.deepspeed.orders import TIED
 from ckpttools.layouts.deepspeed.ranks import ModelFile, Ranks
-from ckpttools.layouts.deepspeed.states import Files, counts, table
+from ckpttools.layouts.deepspeed.states import Files, Stored, counts, table
 from ckpttools.layouts.families import MODEL
+from ckpttools.model import Box, Extent, Piece
 from ckpttools.pickles.views import kind_of
 
 USUAL_TIE = "embed"
@@ -117,8 +120,8 @@ def tied_layers(opened: Mapping[tuple[int, int], RankFile], known: set[str]) -> 
 
 def _missing_layers(names: Names, ranks: Ranks, known: set[str], book: Book) -> list[Finding]:
     """A finding per file of a layer that must be there: of a rank that others have, or of parameters that are trained."""
-    sample = next(iter(names.layers.values()), "")
-    directory, slash, _ = (sample or next(iter(names.model.values()), "")).rpartition("/")
+    directory, slash, _ = next(iter(names.model.values()), "").rpartition("/")
+    sample = next(iter(names.layers.values()), f"{directory}{slash}layer_00-model_00-model_states.pt")
     layers = {layer for layer, _ in names.layers}
     for name in known:
         number, dot, _ = name.partition(".")
@@ -129,7 +132,7 @@ def _missing_layers(names: Names, ranks: Ranks, known: set[str], book: Book) -> 
     return [
         Finding(
             "missing-file",
-            directory + slash + layer_name(n, t),
+            layer_sibling(sample, n, t),
             f"one file for each of {len(layers)} layers and {ranks.tp} tensor-parallel ranks",
             found,
         )
@@ -143,9 +146,22 @@ def read_experts(book: Book, files: Files, names: Names, ranks: Ranks) -> None:
         file = files.open(path, expert)
         for name, record in table(file.torch.value).items() if file else ():
             stored = files.locate(file, record, f"`{name}`") if file else None
-            if stored is not None:
+            whole, number = split_number(name)
+            if stored is None:
+                continue
+            if whole in ranks.fused and number is not None and number < ranks.fused[whole].experts:
+                shape = ranks.fused[whole].whole_shape((1, *stored.shape))
+                box = Box((number, *(0,) * len(stored.shape)), (1, *stored.shape))
+                book.add(whole, WEIGHT, mp % ranks.tp, stored.dtype, shape, [Piece(box, _row_of(stored), expert)], path)
+            else:
                 book.add_whole(name, WEIGHT, mp % ranks.tp, stored, expert, path)
     files.findings += _missing_experts(names, ranks)
+
+
+def _row_of(stored: Stored) -> Extent:
+    """The extent of a tensor as that of a row of one with a dimension more."""
+    strides = stored.extent.strides
+    return stored.extent if strides is None else replace(stored.extent, strides=(0, *strides))
 
 
 def _missing_experts(names: Names, ranks: Ranks) -> list[Finding]:

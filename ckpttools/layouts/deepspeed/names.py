@@ -17,7 +17,7 @@ from typing import Any
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<dp>\d{1,9})_)?mp_rank_(?P<mp>\d{1,9})_?model_states\.pt")
 _OPTIMIZER = re.compile(r"(?P<prefix>[a-z0-9]+_)?zero_pp_rank_(?P<dp>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_?optim_states\.pt")
-_LAYER = re.compile(r"layer_(?P<layer>\d{1,9})-model_(?P<tp>\d{1,9})-model_states\.pt")
+_LAYER = re.compile(r"layer_(?P<layer>\d{1,9})(?:-model_(?P<tp>\d{1,9}))?-model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_(?P<layer>-?\d{1,9})_)?expert_(?P<expert>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_model_states\.pt")
 _EXPERT_OPTIMIZER = re.compile(r"expp_rank_(?P<ep>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_optim_states\.pt")
 _UNIVERSAL = re.compile(r"zero/(?P<name>.+)/(?P<state>[^/]+)\.pt")
@@ -33,7 +33,7 @@ class Names:
     """By (data-parallel rank, model-parallel rank); the former is 0 where the name has none."""
     optimizer: dict[tuple[int, int], str] = field(default_factory=dict)
     layers: dict[tuple[int, int], str] = field(default_factory=dict)
-    """By (number of the pipeline layer, tensor-parallel rank)."""
+    """By (number of the pipeline layer, tensor-parallel rank); a topology without the latter leaves it out of the name."""
     experts: dict[tuple[int, int, int], str] = field(default_factory=dict)
     """By (number of the MoE layer, global number of the expert, model-parallel rank)."""
     expert_optimizer: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -83,7 +83,7 @@ def parse_names(paths: Iterable[str], directory: str = "", *, is_bf16: bool | No
         elif match := _OPTIMIZER.fullmatch(name):
             variants[int(match["dp"]), int(match["mp"])].append((match["prefix"] or "", path))
         elif match := _LAYER.fullmatch(name):
-            _add(found.layers, (int(match["layer"]), int(match["tp"])), path, found.doubled)
+            _add(found.layers, (int(match["layer"]), int(match["tp"] or 0)), path, found.doubled)
         elif match := _EXPERT.fullmatch(name):
             _add(found.experts, (int(match["layer"] or 0), int(match["expert"]), int(match["mp"])), path, found.doubled)
         elif match := _EXPERT_OPTIMIZER.fullmatch(name):
@@ -160,3 +160,10 @@ def model_sibling(path: str, mp: int) -> str:
     """The name that the file of another model-parallel rank has. Pure."""
     directory, slash, name = path.rpartition("/")
     return directory + slash + re.sub(r"(mp_rank_)\d+", rf"\g<1>{mp:02d}", name, count=1)
+
+
+def layer_sibling(path: str, layer: int, tp: int) -> str:
+    """The name that the file of another pipeline layer or tensor-parallel rank has. Pure."""
+    directory, slash, name = path.rpartition("/")
+    name = re.sub(r"^layer_\d+", f"layer_{layer:02d}", name)
+    return directory + slash + re.sub(r"(-model_)\d+", rf"\g<1>{tp:02d}", name)

@@ -15,15 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpttools.findings import Finding
-from ckpttools.layouts.deepspeed.book import MASTER, Book
-from ckpttools.layouts.deepspeed.experts import DATA_FIRST, global_names
+from ckpttools.layouts.deepspeed.book import FLAT_STATES, MASTER, Book
+from ckpttools.layouts.deepspeed.experts import DATA_FIRST, expert_counts, global_names
 from ckpttools.layouts.deepspeed.flat import Member, members_of, slices_of
+from ckpttools.layouts.deepspeed.fused_experts import Fused
 from ckpttools.layouts.deepspeed.parts import Key, flat_pieces
 from ckpttools.layouts.deepspeed.ranks import ModelFile, OptimizerFile
-from ckpttools.layouts.deepspeed.states import Files, Shapes, Stored, count, counts, items, members, numbered, table
+from ckpttools.layouts.deepspeed.states import Files, Stored, count, counts, items, members, numbered, table
 from ckpttools.pickles.views import kind_of
-
-_FLAT_STATES = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer", "max_exp_avg_sq", "sum", "square_avg"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,16 @@ class Share:
         return next((v.stored for v in self.vectors if v.key == MASTER), None)
 
 
-def read_partitions(book: Book, files: Files, model: ModelFile, ranks: Mapping[int, OptimizerFile], *, tp: int, dp: int) -> None:
+def read_partitions(
+    book: Book,
+    files: Files,
+    model: ModelFile,
+    ranks: Mapping[int, OptimizerFile],
+    fused: Mapping[str, Fused],
+    *,
+    tp: int,
+    dp: int,
+) -> None:
     """The optimizer of one model-parallel rank, from the files of its data-parallel ranks."""
     if not ranks:
         return
@@ -61,26 +69,30 @@ def read_partitions(book: Book, files: Files, model: ModelFile, ranks: Mapping[i
     if groups != len(shapes):
         where = f"{first.path} and {model.path}"
         files.findings.append(Finding("group-mismatch", where, f"{len(shapes)} parameter groups", f"{groups} groups"))
+    numbers = expert_counts(name for group in shapes for name in group)
     for g, group_shapes in enumerate(shapes[:groups]):
         stated = first.partitions
-        parts = stated[g] if g < len(stated) and stated[g] else dp
-        for names, sharers in _sharers(group_shapes, ranks, parts, dp, first):
+        at = first.place(g)
+        parts = stated[at] if at < len(stated) and stated[at] else dp
+        for ep, sharers in _sharers(ranks, parts, dp, first):
+            names = {} if ep is None else global_names(group_shapes, ep, numbers)
+            spread = {} if ep is None else {n: (f, ep) for n, f in fused.items()}
             placed = members_of(((names.get(n, n), s) for n, s in group_shapes.items()), _alignment(first, g))
             shares = [_read_share(book, files, file, g, index) for index, file in sharers]
-            _read_group(book, files, model, g, placed, [s for s in shares if s.vectors], parts, tp=tp)
+            _read_group(book, files, model, g, placed, [s for s in shares if s.vectors], parts, spread, tp=tp)
 
 
 def _sharers(
-    shapes: Shapes, ranks: Mapping[int, OptimizerFile], parts: int, dp: int, first: OptimizerFile
-) -> Iterator[tuple[dict[str, str], list[tuple[int, OptimizerFile]]]]:
-    """Which ranks share one flat vector, and the names of what is in it.
+    ranks: Mapping[int, OptimizerFile], parts: int, dp: int, first: OptimizerFile
+) -> Iterator[tuple[int | None, list[tuple[int, OptimizerFile]]]]:
+    """Which ranks share one flat vector, and their expert-parallel rank, where there are several vectors.
 
     Expert groups have fewer parts than there are ranks: each expert-parallel rank has a vector of its own, of experts
     that are numbered from 0 on every rank.
     """
     groups = dp // parts if parts and dp % parts == 0 else 1
     if groups <= 1:
-        yield {}, [(r, f) for r, f in ranks.items() if r < parts]
+        yield None, [(r, f) for r, f in ranks.items() if r < parts]
         return
     is_data_first = first.config.get(DATA_FIRST) is True
     for ep in range(groups):
@@ -88,19 +100,20 @@ def _sharers(
             sharers = [(r % parts, f) for r, f in ranks.items() if r // parts == ep]
         else:
             sharers = [(r // groups, f) for r, f in ranks.items() if r % groups == ep]
-        yield global_names(shapes, ep), sharers
+        yield ep, sharers
 
 
 def _alignment(first: OptimizerFile, g: int) -> list[int]:
-    paddings = items(first.top.get("param_alignment_paddings"))
-    return counts(paddings[g]) if g < len(paddings) else []
+    paddings, at = items(first.top.get("param_alignment_paddings")), first.place(g)
+    return counts(paddings[at]) if at < len(paddings) else []
 
 
 def _read_share(book: Book, files: Files, file: OptimizerFile, g: int, index: int) -> Share:
     """What one rank keeps of a group: vectors here; single numbers are for the caller of `states_of`."""
     masters = items(file.top.get("single_partition_of_fp32_groups"))
     vectors = []
-    master = files.locate(file.file, masters[g], f"fp32 weights of group {g}") if g < len(masters) else None
+    at = file.place(g)
+    master = files.locate(file.file, masters[at], f"fp32 weights of group {g}") if at < len(masters) else None
     if master is not None:
         vectors.append(Vector(MASTER, master))
     for key, record in states_of(file, g).items():
@@ -108,14 +121,14 @@ def _read_share(book: Book, files: Files, file: OptimizerFile, g: int, index: in
         if stored is not None and stored.shape != ():
             vectors.append(Vector((key,), stored))
     paddings = counts(file.top.get("group_paddings"))
-    return Share(file, index, tuple(vectors), paddings[g] if g < len(paddings) else 0)
+    return Share(file, index, tuple(vectors), paddings[at] if at < len(paddings) else 0)
 
 
 def states_of(file: OptimizerFile, g: int) -> dict[str, object]:
     """The inner optimizer's state of a group: `state` by number, or a list per group in elastic checkpoints. Pure."""
     base = file.top.get("base_optimizer_state")
     by_group = numbered(table(base).get("state")) if table(base) else numbered(base)
-    return table(by_group.get(g))
+    return table(by_group.get(file.place(g)))
 
 
 def _read_group(
@@ -126,6 +139,7 @@ def _read_group(
     group: Sequence[Member],
     shares: Sequence[Share],
     parts: int,
+    spread: Mapping[str, tuple[Fused, int]],
     *,
     tp: int,
 ) -> None:
@@ -150,7 +164,7 @@ def _read_group(
             high = low + min(numel, held)
             at = max(0, bisect_right(starts, low) - 1)
             while at < len(group) and group[at].start < high:
-                _add_fragment(book, group[at], vector, share, low, high, tp=tp)
+                _add_fragment(book, group[at], vector, share, low, high, spread.get(group[at].name), tp=tp)
                 at += 1
         _add_numbers(book, files, share, g, group, tp=tp)
 
@@ -161,7 +175,7 @@ def _trailing(shares: Sequence[Share], g: int) -> list[int]:
 
 
 def _is_flat_state(key: Key) -> bool:
-    return key == MASTER or key[0] in _FLAT_STATES
+    return key == MASTER or key[0] in FLAT_STATES
 
 
 def _part_size(files: Files, g: int, total: int, shares: Sequence[Share], parts: int, model: ModelFile) -> int:
@@ -196,7 +210,17 @@ def _part_size(files: Files, g: int, total: int, shares: Sequence[Share], parts:
     return max(size, 1)
 
 
-def _add_fragment(book: Book, member: Member, vector: Vector, share: Share, low: int, high: int, *, tp: int) -> None:
+def _add_fragment(
+    book: Book,
+    member: Member,
+    vector: Vector,
+    share: Share,
+    low: int,
+    high: int,
+    spread: tuple[Fused, int] | None,
+    *,
+    tp: int,
+) -> None:
     """The elements of a parameter that a rank's vector holds, which stands for [low, high) of the group."""
     start, stop = max(member.start, low), min(member.stop, high)
     if start >= stop:
@@ -204,8 +228,12 @@ def _add_fragment(book: Book, member: Member, vector: Vector, share: Share, low:
     stored = vector.stored
     extent = replace(stored.extent, offset=stored.extent.offset + (start - low) * stored.dtype.item_bytes)
     pieces = flat_pieces(member.shape, start - member.start, stop - member.start, extent, stored.dtype, share.file.dp)
+    shape = member.shape
+    if spread is not None and spread[0].holds(shape, spread[1]):
+        fused, ep = spread
+        shape, pieces = fused.whole_shape(shape), fused.whole_pieces(pieces, ep, stored.dtype)
     add = book.add_stale if book.is_settled(member.name, vector.key) else book.add
-    add(member.name, vector.key, tp, stored.dtype, member.shape, pieces, share.file.path)
+    add(member.name, vector.key, tp, stored.dtype, shape, pieces, share.file.path)
 
 
 def _add_numbers(book: Book, files: Files, share: Share, g: int, group: Sequence[Member], *, tp: int) -> None:
@@ -225,18 +253,18 @@ def _add_numbers(book: Book, files: Files, share: Share, g: int, group: Sequence
 def _keep_raw(book: Book, share: Share, g: int, vector: Vector) -> None:
     """State that is not one number per element of the group (error feedback of compressed optimizers), by group and rank."""
     name = f"group_{g}.rank_{share.file.dp}_{share.file.mp}"
-    book.add_whole(name, vector.key, 0, vector.stored, share.file.dp, share.file.path)
+    book.add_apart(name, vector.key, vector.stored, share.file.dp, share.file.path)
 
 
 def _check_slices(files: Files, share: Share, g: int, group: Sequence[Member], low: int, size: int) -> None:
     """Which parameters the rank says that it holds, and where, against where they must be."""
-    mappings = items(share.file.top.get("param_slice_mappings"))
+    mappings, at = share.file.slices, share.file.place(g)
     is_shuffled = table(share.file.config.get("zero_optimization")).get("round_robin_gradients") is True
-    if is_shuffled or g >= len(mappings) or not table(mappings[g]):  # with round robin, DeepSpeed itself writes wrong names
+    if is_shuffled or at >= len(mappings) or not mappings[at]:  # with round robin, DeepSpeed itself writes wrong names
         return
     expected = slices_of(group, low, size)
     stated = {}
-    for name, record in table(mappings[g]).items():
+    for name, record in mappings[at].items():
         part = members(record)
         stated[name] = (count(part.get("start")), count(part.get("numel")))
     renamed = dict(zip(stated.values(), stated, strict=False))

@@ -37,6 +37,24 @@ class Cut:
     size: int
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the shards of a tensor lie in it."""
+
+    shape: tuple[int, ...]
+    dim: int = 0
+    cuts: tuple[tuple[Cut, ...], ...] = ()
+    """Per tensor-parallel rank; none where every rank holds the whole tensor."""
+    may_differ: bool = False
+    """Whether copies may drift apart, so that a difference is no damage (they are averaged when merged)."""
+    is_guessed: bool = False
+    """Whether nothing says so."""
+    copies: tuple[tuple[Cut, ...], ...] = ()
+    """Per rank the cuts that a lower rank holds, too."""
+    apart: str = ""
+    """Why the shards stay apart, each a tensor of its own: the writer says that they cannot be put together."""
+
+
 def flat_pieces(
     shape: Sequence[int], start: int, stop: int, extent: Extent, dtype: DType, rank: int, *, skipped: int = 0
 ) -> list[Piece]:

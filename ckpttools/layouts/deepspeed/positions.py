@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from ckpttools.containers.torch_entries import RankFile
 from ckpttools.findings import Finding
 from ckpttools.layouts.deepspeed.book import WEIGHT, Book
 from ckpttools.layouts.deepspeed.experts import all_experts, split_expert
+from ckpttools.layouts.deepspeed.flattened import add_flat_state
+from ckpttools.layouts.deepspeed.likeness import Likeness
 from ckpttools.layouts.deepspeed.modules import (
     USUAL_TIE,
     open_layers,
@@ -40,6 +43,8 @@ def read_without_zero(book: Book, files: Files, names: Names, ranks: Ranks) -> N
         for mp in range(ranks.pp * ranks.tp)
         if (m := ranks.model_of(mp)) and (found := read_unflattened(m.path, m.file, m.top.get("optimizer"), mp))
     }
+    for mp, optimizer in optimizers.items() if len(optimizers) > 1 else ():
+        optimizer.prefix = f"rank_{mp}."
     if names.layers:
         _read_pipeline(book, files, names, ranks, optimizers)
     elif names.experts or names.expert_optimizer:
@@ -48,11 +53,8 @@ def read_without_zero(book: Book, files: Files, names: Names, ranks: Ranks) -> N
     else:
         for mp, optimizer in optimizers.items():
             model = ranks.model_of(mp)
-            shapes = shapes_by_position(files, optimizer)
-            params = _parameters(files, model) if model else []
-            named = name_positions(optimizer, shapes, params)
-            add_state(book, files, optimizer, named, tp=mp % ranks.tp)
-            book.orders.setdefault(mp // ranks.tp, _order(optimizer, named))
+            named = _add_optimizer(book, files, optimizer, _parameters(files, model) if model else [], tp=mp % ranks.tp)
+            book.orders.setdefault(mp // ranks.tp, named)
     for optimizer in islice(optimizers.values(), 1):
         read_optimizer_settings(book, optimizer.settings)
 
@@ -61,6 +63,31 @@ def _order(optimizer: Unflattened, named: Mapping[int, str]) -> list[list[str]]:
     """The parameters of each group; none where one has no name."""
     positions = [p for group in optimizer.groups for p in group]
     return [[named[p] for p in group] for group in optimizer.groups] if all(p in named for p in positions) else []
+
+
+def _add_optimizer(book: Book, files: Files, optimizer: Unflattened, params: Params, *, tp: int) -> list[list[str]]:
+    """One rank's optimizer, of these parameters; returns those of each group, where they are told."""
+    if optimizer.flats:
+        return add_flat_state(book, files, optimizer, params, Likeness(files), tp=tp)
+    shapes = shapes_by_position(files, optimizer)
+    named = name_positions(optimizer, shapes, params, _likeness(book, files, optimizer, params, tp=tp))
+    add_state(book, files, optimizer, named, tp=tp)
+    return _order(optimizer, named)
+
+
+def _likeness(book: Book, files: Files, optimizer: Unflattened, params: Params, *, tp: int) -> Callable[[int, int], bool] | None:
+    """Whether the master at a position can be that of a weight; None where there are no masters."""
+    if not optimizer.masters:
+        return None
+    likeness = Likeness(files)
+    weights = [book.stored(name, tp) for name, _ in params]
+    masters = {p: files.locate(optimizer.file, r, f"fp32 weight {p}") for p, r in optimizer.masters.items()}
+
+    def is_like(position: int, i: int) -> bool:
+        master, weight = masters.get(position), weights[i]
+        return master is None or weight is None or likeness.may_round_to(master, weight)
+
+    return is_like
 
 
 def _parameters(files: Files, model: ModelFile) -> Params:
@@ -82,16 +109,18 @@ def _read_pipeline(book: Book, files: Files, names: Names, ranks: Ranks, optimiz
     """Layers, and per stage the optimizer of the layers on it; a tied module is told by the stage that has no layer for it."""
     opened = open_layers(files, names)
     layers = sorted({layer for layer, _ in opened})
-    by_layer: dict[int, list[Params]] = {n: [_layer_params(files, opened.get((n, t))) for t in range(ranks.tp)] for n in layers}
+    by_layer: dict[int, list[Params]] = {
+        n: [_layer_params(book, files, n, opened.get((n, t))) for t in range(ranks.tp)] for n in layers
+    }
     stages = [optimizers.get(pp * ranks.tp) for pp in range(ranks.pp)]
     counts = [sum(map(len, o.groups)) if o else 0 for o in stages]
     split = split_layers([len(by_layer[n][0]) for n in layers], counts)
-    first = layers[0] if layers else 0
+    first = next((n for n in layers if by_layer[n][0]), 0)
     has_tie = split is not None and any(is_tied for _, _, is_tied in split)
     tied = {first: f"{TIED}{USUAL_TIE}."} if has_tie else {}
     read_layers(book, files, names, ranks, opened, tied)
     for pp in range(ranks.pp):
-        start, stop, is_tied = split[pp] if split else (0, 0, False)
+        start, stop, is_tied = split[pp] if split else (0, len(layers), False)
         for tp in range(ranks.tp):
             optimizer = optimizers.get(pp * ranks.tp + tp)
             if optimizer is None:
@@ -99,18 +128,19 @@ def _read_pipeline(book: Book, files: Files, names: Names, ranks: Ranks, optimiz
             on_stage = [n for n in layers[start:stop] if n != first or not is_tied]
             params = _named(by_layer[first][tp], tied[first]) if is_tied else []
             params += [p for n in on_stage for p in _named(by_layer[n][tp], tied.get(n, f"{n}."))]
-            shapes = shapes_by_position(files, optimizer)
-            named = name_positions(optimizer, shapes, params)
-            add_state(book, files, optimizer, named, tp=tp)
-            book.orders.setdefault(pp, _order(optimizer, named))
+            book.orders.setdefault(pp, _add_optimizer(book, files, optimizer, params, tp=tp))
         book.settle()
 
 
-def _layer_params(files: Files, file: RankFile | None) -> Params:
-    if file is None:
-        return []
-    pairs = [(name, files.locate(file, record, f"`{name}`")) for name, record in table(file.torch.value).items()]
-    return [(name, stored.shape) for name, stored in pairs if stored is not None]
+def _layer_params(book: Book, files: Files, layer: int, file: RankFile | None) -> Params:
+    """The parameters in a layer's file, which has its buffers, too."""
+    found: Params = []
+    for name, record in table(file.torch.value).items() if file is not None else ():
+        stored = files.locate(file, record, f"`{name}`") if file is not None else None
+        is_buffer = f"{layer}.{name}" in book.buffers or any(b.startswith(TIED) and b.endswith(f".{name}") for b in book.buffers)
+        if stored is not None and not is_buffer:
+            found.append((name, stored.shape))
+    return found
 
 
 def _named(params: Params, prefix: str) -> Params:
@@ -159,19 +189,43 @@ def _read_expert_optimizers(book: Book, files: Files, names: Names, ranks: Ranks
         if optimizer is None or model is None:
             continue
         optimizers.setdefault(mp, optimizer)
-        shared, own = _parameters(files, model), _experts_of(book, ep, size)
+        optimizer.prefix = f"rank_{ep}_{mp}." if len(names.expert_optimizer) > 1 else ""
         named: dict[int, str] = {}
         shapes = shapes_by_position(files, optimizer)
-        for is_expert, params in ((False, shared), (True, own)):
-            part = _groups_that(optimizer, is_expert=is_expert)
-            named |= name_positions(part, shapes, params)
+        optimizer.fused = {n: (f, ep % len(f.ranks)) for n, f in ranks.fused.items()}
+        for part, params in _parts_of(book, optimizer, _parameters(files, model), ep, size):
+            left = [p for p in params if split_expert(p[0])[0] not in {split_expert(n)[0] for n in named.values()}]
+            named |= name_positions(part, shapes, left, _likeness(book, files, part, left, tp=mp % ranks.tp))
         add_state(book, files, optimizer, named, tp=mp % ranks.tp)
         book.orders.setdefault(mp // ranks.tp, [all_experts(group, size) for group in _order(optimizer, named)])
         book.settle()
 
 
+def _parts_of(book: Book, optimizer: Unflattened, shared: Params, ep: int, size: int) -> Iterator[tuple[Unflattened, Params]]:
+    """(the groups that go together, the parameters that can be in them): what all ranks have, then the experts by their spread.
+
+    A group of experts is named by the number of ranks that share them: `ep_size_2`.
+    """
+    settings = [table(g) for g in items(optimizer.settings.get("param_groups"))]
+    spreads = [_spread(s, size) if s.get("moe") is True else 0 for s in settings]
+    yield _groups_that(optimizer, spreads, 0), shared
+    for spread in sorted(set(spreads) - {0}, reverse=True):  # fewer layers can have the larger one
+        fused = [
+            (name, f.local_shape(book.shape(name) or (), rank))
+            for name, (f, rank) in optimizer.fused.items()
+            if len(f.ranks) == spread and book.holds(name, WEIGHT)
+        ]
+        yield _groups_that(optimizer, spreads, spread), [*_experts_of(book, ep % spread, spread), *fused]
+
+
+def _spread(setting: Mapping[str, object], size: int) -> int:
+    """Over how many ranks the experts of a group are spread; all, where its name does not say so."""
+    found = re.search(r"ep_size_(\d{1,9})$", str(setting.get("name")))
+    return max(1, min(int(found[1]), size)) if found else size
+
+
 def _experts_of(book: Book, ep: int, size: int) -> Params:
-    """The experts' parameters on one expert-parallel rank, in the order of the model."""
+    """The experts' parameters on one expert-parallel rank, in the order of the model, of the layers that can have that spread."""
     numbers: dict[str, int] = {}
     split = {name: split_expert(name) for name in book.names(WEIGHT)}
     for prefix, number, _ in split.values():
@@ -180,16 +234,15 @@ def _experts_of(book: Book, ep: int, size: int) -> Params:
     return [
         (name, book.shape(name) or ())
         for name, (prefix, number, _) in split.items()
-        if number is not None and number // max(1, numbers[prefix] // size) == ep
+        if number is not None and numbers[prefix] % size == 0 and number // (numbers[prefix] // size) == ep
     ]
 
 
-def _groups_that(optimizer: Unflattened, *, is_expert: bool) -> Unflattened:
-    """The optimizer with only the groups of experts, or only the others."""
+def _groups_that(optimizer: Unflattened, spreads: Sequence[int], wanted: int) -> Unflattened:
+    """The optimizer with only some of its groups, by the ranks that share them (0: all)."""
     part = Unflattened(optimizer.path, optimizer.file, optimizer.state, masters=optimizer.masters, rank=optimizer.rank)
-    settings = [table(g) for g in items(optimizer.settings.get("param_groups"))]
-    for positions, names, setting in zip(optimizer.groups, optimizer.stated_names, settings, strict=False):
-        if (setting.get("moe") is True) == is_expert:
+    for positions, names, spread in zip(optimizer.groups, optimizer.stated_names, spreads, strict=False):
+        if spread == wanted:
             part.groups.append(positions)
             part.stated_names.append(names)
     return part

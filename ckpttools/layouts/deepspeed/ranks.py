@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from ckpttools.containers.torch_entries import RankFile
 from ckpttools.findings import Finding
+from ckpttools.layouts.deepspeed.fused_experts import Fused, read_fused
 from ckpttools.layouts.deepspeed.names import Names, model_sibling, optimizer_name, rank_sibling
 from ckpttools.layouts.deepspeed.states import (
     Files,
@@ -47,6 +48,12 @@ class ModelFile:
     """Further name of a tied parameter -> the name under which it is kept."""
 
     @property
+    def autoep_layers(self) -> object:
+        """What AutoEP says of its layers, under either of its names."""
+        stated = self.top.get("ds_autoep_layers")
+        return self.top.get("autoep_layers") if stated is None else stated
+
+    @property
     def step(self) -> int | None:
         """Training steps done."""
         return count(self.top.get("global_steps"))
@@ -62,6 +69,12 @@ class OptimizerFile:
     file: RankFile
     top: dict[str, object]
     """What the optimizer keeps, by DeepSpeed's names."""
+    order: tuple[int, ...] = ()
+    """Per group of the model file the place that it has in this file, where ranks order their groups differently."""
+
+    def place(self, g: int) -> int:
+        """Where in this file the group stands that the model file has at `g`."""
+        return self.order[g] if g < len(self.order) else g
 
     @property
     def stage(self) -> int | None:
@@ -72,6 +85,11 @@ class OptimizerFile:
     def config(self) -> dict[str, object]:
         """The configuration that was saved with it."""
         return dict(members(table(self.file.torch.value).get("ds_config")))
+
+    @property
+    def slices(self) -> list[dict[str, object]]:
+        """Per group the parameters that the rank has a part of, and where."""
+        return [table(group) for group in items(self.top.get("param_slice_mappings"))]
 
     @property
     def partitions(self) -> list[int]:
@@ -91,6 +109,8 @@ class Ranks:
     tp: int = 1
     pp: int = 1
     stage: int = 0
+    fused: dict[str, Fused] = field(default_factory=dict)
+    """Parameters that are all experts of a layer in one (AutoEP)."""
     is_bf16: bool = False
 
     @property
@@ -100,8 +120,27 @@ class Ranks:
 
     @property
     def trained(self) -> set[str]:
-        """Every parameter in a flat buffer, by the names that the model files state."""
-        return {name for model in self.models.values() for group in model.shapes or [] for name in group}
+        """Every parameter in a flat buffer, by the names that the model files state, or else the optimizer files."""
+        stated = {name for model in self.models.values() for group in model.shapes or [] for name in group}
+        return stated or {name for file in self.optimizers.values() for group in file.slices for name in group}
+
+    def order_groups(self) -> None:
+        """Tell the order of each file's groups by the parameters that they are said to hold.
+
+        Groups of experts of several sizes are in the order of a set of names, which is another one in every process.
+        """
+        for (_, mp), file in self.optimizers.items():
+            model = self.model_of(mp)
+            file.order = _order_of(model.shapes or [], file) if model is not None else ()
+
+    def name_groups(self, shape_of: Callable[[str], tuple[int, ...] | None]) -> None:
+        """Make up for model files that do not state their groups: the optimizer files say which parameters each rank has.
+
+        So it is in a pipeline with the bf16 optimizer and ZeRO off.
+        """
+        for (_, mp), model in self.models.items():
+            if model.shapes is None:
+                model.shapes = _groups_of(list(self.optimizers_of(mp).values()), shape_of)
 
     def model_of(self, mp: int) -> ModelFile | None:
         """The model file of a model-parallel rank; in ZeRO 3 the one of its first data-parallel rank that is there."""
@@ -110,6 +149,30 @@ class Ranks:
     def optimizers_of(self, mp: int) -> dict[int, OptimizerFile]:
         """The optimizer files of a model-parallel rank by data-parallel rank."""
         return {dp: f for (dp, m), f in sorted(self.optimizers.items()) if m == mp}
+
+
+def _groups_of(ranks: list[OptimizerFile], shape_of: Callable[[str], tuple[int, ...] | None]) -> list[Shapes] | None:
+    """Per group the parameters in the order of the flat vector, by the slices of all ranks."""
+    found: list[Shapes] = []
+    for g in range(max((len(f.slices) for f in ranks), default=0)):
+        numels: dict[str, int] = {}
+        for file in ranks:
+            for name, record in file.slices[g].items() if g < len(file.slices) else ():
+                numels[name] = numels.get(name, 0) + (count(members(record).get("numel")) or 0)
+        found.append({name: shape_of(name) or (numel,) for name, numel in numels.items()})
+    return found or None
+
+
+def _order_of(groups: list[Shapes], file: OptimizerFile) -> tuple[int, ...]:
+    """Per group its place in a file; empty where that is the usual one, or cannot be told."""
+    places: dict[int, int] = {}
+    for place, names in enumerate(file.slices):
+        found = [g for g, shapes in enumerate(groups) if names and names.keys() <= shapes.keys()]
+        if len(found) == 1:
+            places.setdefault(found[0], place)
+    rest = iter([p for p in range(len(groups)) if p not in places.values()])
+    order = tuple(places[g] if g in places else next(rest, g) for g in range(len(groups)))
+    return order if order != tuple(range(len(groups))) and sorted(order) == list(range(len(groups))) else ()
 
 
 def open_models(files: Files, names: Names) -> dict[tuple[int, int], ModelFile]:
@@ -174,6 +237,7 @@ def bf16_of(models: Iterable[ModelFile]) -> bool | None:
 def find_ranks(files: Files, names: Names) -> Ranks:
     """Open all files and tell how many ranks there must be; what is missing or foreign becomes findings."""
     ranks = Ranks(open_models(files, names), open_optimizers(files, names))
+    ranks.fused = next((f for m in ranks.models.values() if (f := read_fused(m.autoep_layers))), {})
     ranks.is_bf16 = bf16_of(ranks.models.values()) is True
     stages = [f.stage for f in ranks.optimizers.values() if f.stage is not None]
     ranks.stage = 3 if names.is_sharded else (stages[0] if stages else int(bool(ranks.optimizers)))

@@ -17,8 +17,9 @@ from math import prod
 
 from ckpttools.dtypes import DType
 from ckpttools.findings import Finding
-from ckpttools.layouts.deepspeed.book import MASTER, WEIGHT, Book
+from ckpttools.layouts.deepspeed.book import FLAT_STATES, MASTER, WEIGHT, Book
 from ckpttools.layouts.deepspeed.flat import share_of
+from ckpttools.layouts.deepspeed.fused_experts import Fused, rank_of
 from ckpttools.layouts.deepspeed.parts import Key, flat_pieces
 from ckpttools.layouts.deepspeed.ranks import ModelFile, OptimizerFile
 from ckpttools.layouts.deepspeed.states import Files, Stored, count, items, numbered, table
@@ -62,7 +63,14 @@ class Stretch:
 
 
 def read_stage3(
-    book: Book, files: Files, models: Mapping[int, ModelFile], ranks: Mapping[int, OptimizerFile], *, tp: int, dp: int
+    book: Book,
+    files: Files,
+    models: Mapping[int, ModelFile],
+    ranks: Mapping[int, OptimizerFile],
+    fused: Mapping[str, Fused],
+    *,
+    tp: int,
+    dp: int,
 ) -> None:
     """The weights and the optimizer of one model-parallel rank, from the files of its data-parallel ranks."""
     model = next(iter(models.values()), None)
@@ -74,17 +82,22 @@ def read_stage3(
         place = [_partition(file, g, rank, dp) for g in range(len(groups))]
         parts = [share_of(prod(shape), place[g][0]) for _, shape, g in shapes]
         offsets = [0, *accumulate(parts)]
-        stretches = _checked_stretches(files, file, offsets[-1], f"by the shapes of {len(shapes)} parameters for {dp} ranks")
+        ep = rank_of(models[rank].autoep_layers) if rank in models else 0
+        stretches = _checked_stretches(
+            book, files, file, offsets[-1], f"by the shapes of {len(shapes)} parameters for {dp} ranks"
+        )
         for (name, shape, g), part, at in zip(shapes, parts, offsets, strict=False):
             numel = prod(shape)
             first = min(place[g][1] * part, numel)
             if first == numel and book.holds(name, MASTER):  # nothing but padding
                 continue
             for stretch, dtype in stretches:
-                pieces = stretch.pieces(shape, at, first, min(first + part, numel), rank)
-                book.add(name, stretch.key, tp, dtype, shape, pieces, file.path)
+                pieces, whole = stretch.pieces(shape, at, first, min(first + part, numel), rank), shape
+                if name in fused and fused[name].holds(shape, ep):
+                    whole, pieces = fused[name].whole_shape(shape), fused[name].whole_pieces(pieces, ep, dtype)
+                book.add(name, stretch.key, tp, dtype, whole, pieces, file.path)
                 if stretch.key == MASTER:
-                    book.add(name, WEIGHT, tp, dtype, shape, pieces, file.path)
+                    book.add(name, WEIGHT, tp, dtype, whole, pieces, file.path)
         if rank == min(ranks):
             add_numbers(book, files, file, groups, tp=tp)
     read_frozen(book, files, models, tp=tp, dp=dp)
@@ -98,10 +111,10 @@ def _partition(file: OptimizerFile, g: int, rank: int, dp: int) -> tuple[int, in
     return count(metadata.get("partition_count")) or dp, rank if own is None else own
 
 
-def _checked_stretches(files: Files, file: OptimizerFile, held: int, why: str) -> list[tuple[Stretch, DType]]:
+def _checked_stretches(book: Book, files: Files, file: OptimizerFile, held: int, why: str) -> list[tuple[Stretch, DType]]:
     """The stretches of a rank of which anything could be located; a finding for each that has not `held` elements."""
     found = []
-    for stretch in _stretches(files, file):
+    for stretch in _stretches(book, files, file):
         if stretch.held != held:
             what = "fp32 weights" if stretch.key == MASTER else f"`{stretch.key[0]}`"
             where, expected = f"{what} in {file.path}", f"{held} elements, {why}"
@@ -111,8 +124,11 @@ def _checked_stretches(files: Files, file: OptimizerFile, held: int, why: str) -
     return found
 
 
-def _stretches(files: Files, file: OptimizerFile) -> Iterator[Stretch]:
-    """The masters of a rank, then each kind of state of the inner optimizer that has one number per element."""
+def _stretches(book: Book, files: Files, file: OptimizerFile) -> Iterator[Stretch]:
+    """The masters of a rank, then each kind of state of the inner optimizer that has one number per element.
+
+    State of other shapes (scales of 8-bit optimizers, error feedback) is kept as it is, by group and rank.
+    """
     masters = [
         files.locate(file.file, record, f"fp32 weights of sub-group {g}")
         for g, record in enumerate(items(file.top.get("fp32_flat_groups")))
@@ -124,17 +140,25 @@ def _stretches(files: Files, file: OptimizerFile) -> Iterator[Stretch]:
     yield Stretch(MASTER, tuple(masters), starts)
     states = numbered(table(file.top.get("optimizer_state_dict")).get("state"))
     for key in dict.fromkeys(k for g in range(len(masters)) for k in table(states.get(g))):
-        vectors = []
-        for g, master in enumerate(masters):
-            record = table(states.get(g)).get(key)
-            stored = files.locate(file.file, record, f"`{key}` of sub-group {g}") if record is not None else None
-            if stored is not None and stored.shape != () and master is not None and stored.numel != master.numel:
-                where = f"`{key}` of sub-group {g} in {file.path}"
-                expected = f"{master.numel} elements, as its fp32 weights"
-                files.findings.append(Finding("group-mismatch", where, expected, f"{stored.numel} elements"))
-            vectors.append(stored if stored is not None and stored.shape != () else None)
-        if any(v is not None for v in vectors):
+        vectors = [_vector(files, file, key, table(states.get(g)).get(key), g) for g in range(len(masters))]
+        pairs = [(v, m, g) for g, (v, m) in enumerate(zip(vectors, masters, strict=True)) if v is not None and m is not None]
+        misfits = [(v, m, g) for v, m, g in pairs if v.numel != m.numel]
+        if misfits and key not in FLAT_STATES:
+            for vector, _, g in pairs:
+                book.add_apart(f"group_{g}.rank_{file.dp}_{file.mp}", (key,), vector, file.dp, file.path)
+            continue
+        for vector, master, g in misfits:
+            expected = f"{master.numel} elements, as its fp32 weights"
+            where = f"`{key}` of sub-group {g} in {file.path}"
+            files.findings.append(Finding("group-mismatch", where, expected, f"{vector.numel} elements"))
+        if pairs:
             yield Stretch((key,), tuple(vectors), starts)
+
+
+def _vector(files: Files, file: OptimizerFile, key: str, record: object, g: int) -> Stored | None:
+    """A state of a sub-group, when it is no single number."""
+    stored = files.locate(file.file, record, f"`{key}` of sub-group {g}") if record is not None else None
+    return stored if stored is not None and stored.shape != () else None
 
 
 def add_numbers(book: Book, files: Files, file: OptimizerFile, groups: Sequence[Mapping[str, object]], *, tp: int) -> None:

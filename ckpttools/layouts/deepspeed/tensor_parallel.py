@@ -12,9 +12,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from ckpttools.findings import WARNING, Finding
-from ckpttools.layouts.deepspeed.parts import Cut
+from ckpttools.layouts.deepspeed.affine import VERSION, read_affine_map
+from ckpttools.layouts.deepspeed.parts import Cut, Placement
 from ckpttools.layouts.deepspeed.states import count, counts, items, members, table
 from ckpttools.pickles.views import sequence_items
 
@@ -27,22 +29,8 @@ _COLUMN_PARALLEL = re.compile(
     r".*query_key_value\.(weight|bias)|.*mlp\.dense_h_to_4h\.(weight|bias)|.*word_embeddings\.weight|.*lm_head\.weight"
     r"|.*final_linear\.weight"
 )
-_MAX_PATTERN, _MAX_NAME, _MAX_REPEATS = 512, 512, 6
+_MAX_PATTERN, _MAX_NAME, _MAX_REPEATS, _MAX_OUTER = 512, 512, 6, 4096
 _REPEAT = re.compile(r"[*+?]|\{")
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where the shards of a tensor lie in it."""
-
-    shape: tuple[int, ...]
-    dim: int = 0
-    cuts: tuple[tuple[Cut, ...], ...] = ()
-    """Per tensor-parallel rank; none where every rank holds the whole tensor."""
-    may_differ: bool = False
-    """Whether copies may drift apart, so that a difference is no damage (they are averaged when merged)."""
-    is_guessed: bool = False
-    """Whether nothing says so."""
 
 
 @dataclass(slots=True)
@@ -58,7 +46,10 @@ class Rules:
     """(patterns, their texts, shape with the sub-parameters' sizes, dimension)."""
     widths: dict[str, list[list[int]]] = field(default_factory=dict)
     """By pattern: of each sub-parameter the size that each rank holds."""
-    has_affine_maps: bool = False
+    maps: dict[str, object] = field(default_factory=dict)
+    """By pattern: which blocks of the parameter each rank holds. What it says counts before all else."""
+    unsupported: list[tuple[re.Pattern[str], str]] = field(default_factory=list)
+    """Patterns of parameters that DeepSpeed itself cannot put together, and why."""
     is_stated: bool = False
 
 
@@ -75,7 +66,9 @@ def read_rules(info: object, where: str, findings: list[Finding]) -> Rules:
         patterns("parameter_with_row_parallelism_patterns"),
         patterns("parameter_with_2_sub_params_cat_dim_0"),
         is_stated=bool(told),
-        has_affine_maps=bool(table(told.get("affine_map"))),
+        maps=table(table(told.get("affine_map")).get("params"))
+        if count(table(told.get("affine_map")).get("version")) == VERSION
+        else {},
     )
     for entry in items(told.get("parameter_with_sub_params")):
         part = members(entry)
@@ -85,9 +78,18 @@ def read_rules(info: object, where: str, findings: list[Finding]) -> Rules:
         dim = count(part.get("partition_dim"))
         if shape is not None and dim is not None and dim < len(shape):
             rules.parts.append((compiled, texts, shape, dim))
+    for text, reason in table(told.get("autotp_unsupported_parameter_patterns")).items():
+        if (pattern := compile_pattern(text, where, findings)) is not None:
+            rules.unsupported.append((pattern, str(reason)))
     for text, widths in table(told.get("sub_param_shard_widths")).items():
         rules.widths[text] = [counts(w) for w in items(widths)]
     return rules
+
+
+def _maps(record: object) -> dict[str, object]:
+    """By pattern the affine map of each parameter; none where they are written in a way that is not known."""
+    told = table(record)
+    return table(told.get("params")) if count(told.get("version")) == VERSION else {}
 
 
 def compile_pattern(text: object, where: str, findings: list[Finding]) -> re.Pattern[str] | None:
@@ -113,6 +115,12 @@ def find_placement(name: str, shapes: Sequence[tuple[int, ...]], rules: Rules) -
         return Placement(first)
     if len(name) > _MAX_NAME:
         return "a name too long to be matched"
+    entry = _map_of(name, rules)
+    if entry is not None:
+        return read_affine_map(entry, shapes)
+    unsupported = next((reason for pattern, reason in rules.unsupported if pattern.match(name)), None)
+    if unsupported is not None:
+        return Placement(first, apart=unsupported or "not supported")
     if not first or _matches(rules.replicated, name):
         return _replicated(shapes)
     if _matches(rules.averaged, name):
@@ -125,6 +133,11 @@ def find_placement(name: str, shapes: Sequence[tuple[int, ...]], rules: Rules) -
     if rules.is_stated:
         return _side_by_side(shapes, 1 if _matches(rules.row_parallel, name) else 0)
     return _by_usual_names(name, shapes)
+
+
+def _map_of(name: str, rules: Rules) -> object:
+    """The affine map of a parameter: its pattern is its escaped name, as DeepSpeed writes it."""
+    return rules.maps.get(f"^{re.escape(name)}$") if rules.maps else None
 
 
 def _by_usual_names(name: str, shapes: Sequence[tuple[int, ...]]) -> Placement | str:
@@ -157,24 +170,55 @@ def _sub_parameters(
     shapes: Sequence[tuple[int, ...]], texts: Sequence[str], shape: Sequence[object], dim: int, rules: Rules
 ) -> Placement | str:
     """Fused parameters: each sub-parameter is cut on its own, so a rank holds a slice of every one of them."""
-    if dim >= len(shapes[0]):
-        return f"{len(shapes[0])} dimensions, and shards along dimension {dim}"
     stated = next((rules.widths[t] for t in texts if t in rules.widths), None)
+    sizes = [count(s) or 0 for s in shape]
+    view = _view_of(shapes[0], sizes, dim)
+    if view is None:
+        return f"{list(shapes[0])}, and sub-parameters along dimension {dim} of {sizes}"
+    axis, outer, inner = view
+    if any(axis >= len(s) or s[axis] % (outer * inner or 1) for s in shapes):
+        return f"shards of {[list(s) for s in shapes[:8]]} along dimension {dim} of {sizes}"
+    whole = sum(s[axis] // (outer * inner) for s in shapes)
     if stated is not None:
         widths = [[w[rank] if rank < len(w) else 0 for w in stated] for rank in range(len(shapes))]
-        return _in_parts(shapes, dim, widths)
-    whole = sum(s[dim] for s in shapes)
-    spec = shape[dim]
-    sizes = counts(spec) if count(spec) is None else [whole // (count(spec) or 1)] * (count(spec) or 1)
-    if not sizes or any(n % len(shapes) for n in sizes):
-        return f"sub-parameters of {sizes} along dimension {dim} for {len(shapes)} ranks"
-    return _in_parts(shapes, dim, [[n // len(shapes) for n in sizes]] * len(shapes))
+    else:
+        spec = shape[dim]
+        parts = counts(spec) if count(spec) is None else [whole // (count(spec) or 1)] * (count(spec) or 1)
+        if not parts or any(n % len(shapes) for n in parts):
+            return f"sub-parameters of {parts} along dimension {dim} for {len(shapes)} ranks"
+        widths = [[n // len(shapes) for n in parts]] * len(shapes)
+    return _in_parts(shapes, axis, widths, outer=outer, inner=inner)
 
 
-def _in_parts(shapes: Sequence[tuple[int, ...]], dim: int, widths: Sequence[Sequence[int]]) -> Placement | str:
-    """Shards that hold a slice of each of several sub-parameters, which follow one another along `dim`."""
+def _view_of(shape: tuple[int, ...], sizes: Sequence[int], dim: int) -> tuple[int, int, int] | None:
+    """Which dimension of a shard the sub-parameters' shape views as several, and the sizes before and behind `dim` in it.
+
+    Returns: (dimension of the shard, product of the view's dimensions before `dim` in it, product of those behind).
+    """
+    if len(sizes) == len(shape):
+        return dim, 1, 1
+    for axis in range(len(shape)):
+        first, last = axis, len(sizes) - (len(shape) - axis)
+        if first <= dim <= last and all(_agree(a, b) for a, b in zip(shape[:axis], sizes[:first], strict=True)):
+            around = [*sizes[first:dim], *sizes[dim + 1 : last + 1]]
+            if all(around) and prod(sizes[first:dim]) <= _MAX_OUTER:
+                return axis, prod(sizes[first:dim]), prod(sizes[dim + 1 : last + 1])
+    return None
+
+
+def _agree(size: int, stated: int) -> bool:
+    return stated in (0, size)  # 0: left open, or a list
+
+
+def _in_parts(
+    shapes: Sequence[tuple[int, ...]], dim: int, widths: Sequence[Sequence[int]], *, outer: int = 1, inner: int = 1
+) -> Placement | str:
+    """Shards that hold a slice of each of several sub-parameters, which follow one another along `dim`.
+
+    Args: outer, inner: how often that is so along `dim`, and how many of its elements are one step of a sub-parameter.
+    """
     others = {(*s[:dim], *s[dim + 1 :]) for s in shapes}
-    if len(others) > 1 or any(sum(w) != s[dim] for w, s in zip(widths, shapes, strict=True)):
+    if len(others) > 1 or any(sum(w) * outer * inner != s[dim] for w, s in zip(widths, shapes, strict=True)):
         return f"shards of {[list(s) for s in shapes[:8]]} along dimension {dim}"
     totals = [sum(rank[part] for rank in widths) for part in range(len(widths[0]))]
     cuts, done = [], [0] * len(totals)
@@ -184,8 +228,17 @@ def _in_parts(shapes: Sequence[tuple[int, ...]], dim: int, widths: Sequence[Sequ
             own.append(Cut(local, sum(totals[:part]) + done[part], size))
             local += size
             done[part] += size
-        cuts.append(tuple(own))
-    return Placement((*shapes[0][:dim], sum(totals), *shapes[0][dim + 1 :]), dim, tuple(cuts))
+        steps = [(o * sum(rank), o * sum(totals)) for o in range(outer)]
+        cuts.append(
+            tuple(Cut((a + c.local_offset) * inner, (b + c.offset) * inner, c.size * inner) for a, b in steps for c in own)
+        )
+    return Placement((*shapes[0][:dim], sum(totals) * outer * inner, *shapes[0][dim + 1 :]), dim, tuple(cuts))
+
+
+def apart_finding(name: str, reason: str, where: str) -> Finding:
+    """The warning for a parameter whose shards stay apart."""
+    expected = "a description of its shards that DeepSpeed itself can put together"
+    return Finding("placement-unstated", f"`{name}` in {where}", expected, f"one tensor per rank: {reason}", severity=WARNING)
 
 
 def guess_finding(names: Sequence[str], where: str) -> Finding:

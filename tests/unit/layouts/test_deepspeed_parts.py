@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ckpttools.dtypes import parse_dtype
 from ckpttools.findings import Finding
-from ckpttools.layouts.deepspeed.experts import global_names
+from ckpttools.layouts.deepspeed.experts import expert_counts, global_names
 from ckpttools.layouts.deepspeed.names import parse_names
 from ckpttools.layouts.deepspeed.parts import flat_pieces, place, whole_piece
 from ckpttools.layouts.deepspeed.positions import split_layers
@@ -138,17 +138,17 @@ class TestPositions:
     MODEL = (("a", (2, 2)), ("b", (2,)), ("c", (3, 2)), ("d", (2,)))
 
     def test_groups_by_dimension_are_told_by_shapes(self):
-        shapes = {0: (2, 2), 1: (3, 2), 2: (2,), 3: (2,)}
+        shapes = {0: [(2, 2)], 1: [(3, 2)], 2: [(2,)], 3: [(2,)]}
         assert name_positions(unflattened([0, 1], [2, 3]), shapes, self.MODEL) == {0: "a", 1: "c", 2: "b", 3: "d"}
 
     def test_frozen_parameter_is_in_no_group(self):
-        assert name_positions(unflattened([0, 1]), {0: (2, 2), 1: (3, 2)}, self.MODEL) == {0: "a", 1: "c"}
+        assert name_positions(unflattened([0, 1]), {0: [(2, 2)], 1: [(3, 2)]}, self.MODEL) == {0: "a", 1: "c"}
 
     def test_position_that_fits_two_names_has_none(self):
-        assert name_positions(unflattened([0, 1]), {0: (2, 2), 1: (2,)}, self.MODEL) == {0: "a"}
+        assert name_positions(unflattened([0, 1]), {0: [(2, 2)], 1: [(2,)]}, self.MODEL) == {0: "a"}
 
     def test_shapes_that_fit_no_order_name_nothing(self):
-        assert name_positions(unflattened([0, 1]), {0: (3, 2), 1: (2, 2)}, self.MODEL) == {}
+        assert name_positions(unflattened([0, 1]), {0: [(3, 2)], 1: [(2, 2)]}, self.MODEL) == {}
 
     def test_names_that_the_optimizer_states_are_taken(self):
         optimizer = unflattened([0, 1])
@@ -164,7 +164,7 @@ class TestPositions:
             for i, (shape, group) in enumerate(params):
                 if group == g:
                     groups[g].append(position)
-                    shapes[position], truth[position] = shape, f"p{i}"
+                    shapes[position], truth[position] = [shape], f"p{i}"
                     position += 1
         named = name_positions(unflattened(*groups), shapes, model)
         assert named.items() <= truth.items()
@@ -192,5 +192,10 @@ class TestNames:
         assert [paths] == [list(pair) for pair in parse_names(paths, is_bf16=True).doubled]
 
     def test_expert_numbers_are_made_global(self):
-        shapes = {f"x.deepspeed_experts.{n}.w": (1,) for n in range(2)}
-        assert {"x.deepspeed_experts.1.w": "x.deepspeed_experts.5.w"}.items() <= global_names(shapes, 2).items()
+        names = [f"x.deepspeed_experts.{n}.w" for n in range(2)]
+        found = global_names(names, 2, expert_counts(names))
+        assert "x.deepspeed_experts.5.w" == found["x.deepspeed_experts.1.w"]
+
+    def test_experts_of_a_layer_that_is_spread_over_groups_are_numbered_by_all_of_them(self):
+        names = [f"x.deepspeed_experts.{n}.w" for n in range(3)]
+        assert global_names(names[:1], 1, expert_counts(names)) == {names[0]: "x.deepspeed_experts.3.w"}
