@@ -32,7 +32,7 @@ BLOCKS: tuple[tuple[str, ...], ...] = (
     ("storage",),
     ("pickles",),
     ("containers",),
-    ("layouts.base", "layouts.checks", "layouts.families"),
+    ("layouts.base", "layouts.checks", "layouts.families", "layouts.inner"),
     ("layouts.*",),
     ("layouts",),
     ("gather", "digest", "cast", "rounding", "average", "seals", "plan", "checksums"),

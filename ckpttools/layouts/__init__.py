@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ckpttools.containers import collector, items
@@ -33,6 +33,7 @@ from ckpttools.layouts import (
 from ckpttools.layouts.base import Contents, Layout, Part
 from ckpttools.layouts.checks import check_covers, check_data, check_names, find_aliases
 from ckpttools.layouts.families import MODEL, families_of_keys, is_known_stem
+from ckpttools.layouts.inner import Inner, below, find_inner
 from ckpttools.model import Checkpoint, FileEntry, Mesh, ObjectEntry, Path, TensorEntry, render_path
 from ckpttools.storage.source import Listing, Source, open_source, read
 from ckpttools.storage.union import UnionSource, require_apart
@@ -106,11 +107,13 @@ def _open(locations: tuple[str, ...], is_located: bool) -> Snapshot:
 def _read(source: Source, roots: tuple[str, ...], is_located: bool) -> Snapshot:
     listing = source.listing()
     parts = sniff(source, listing)
-    if not parts:
+    has_model = any(p.family == MODEL for p in parts)
+    inner = [] if has_model else find_inner(source, listing.without_shadows, sniff)
+    if not parts and not inner:
         raise _not_recognised(", ".join(roots), listing)
-    if not any(p.family == MODEL for p in parts) and len(parts) > 1:
+    if not has_model and not inner and len(parts) > 1:
         _require_known(roots[0], parts)
-    checkpoint = _put_together(source, listing, parts, roots[0])
+    checkpoint = _put_together(source, listing, parts, inner, roots[0])
     if len(roots) > 1:
         checkpoint = with_copies(source, checkpoint, listing)
         checkpoint = replace(checkpoint, roots=roots, findings=(*checkpoint.findings, *_check_steps(roots)))
@@ -222,16 +225,29 @@ def sniff(source: Source, listing: Listing) -> list[Part]:
     return sorted(parts, key=lambda p: p.family != MODEL)
 
 
-def _put_together(source: Source, listing: Listing, parts: Sequence[Part], location: str) -> Checkpoint:
+def _read_parts(
+    source: Source, listing: Listing, parts: Sequence[Part], inner: Sequence[Inner]
+) -> Iterator[tuple[Part, str, Contents]]:
+    """Each part with its family and what it holds: those of directories first, since the model is in one of them."""
     layouts = {layout.name: layout for layout in REGISTRY}
+    for place in inner:
+        for part in place.parts:
+            contents = layouts[part.layout].read(place.source, place.listing, part)
+            family = place.family(part, is_only=len(inner) == 1)
+            if contents.families_are_told and len(inner) > 1:
+                contents = replace(contents, families_are_told=False)
+            yield part, family, below(contents, place.listing, place.directory)
+    for part in parts:
+        yield part, part.family, layouts[part.layout].read(source, listing.without_shadows, part)
+
+
+def _put_together(source: Source, listing: Listing, parts: Sequence[Part], inner: Sequence[Inner], location: str) -> Checkpoint:
     findings: list[Finding] = []
     tensors: list[TensorEntry] = []
     objects: list[ObjectEntry] = []
     contents: list[Contents] = []
     families: set[str] = set()
-    for part in parts:
-        read_part = layouts[part.layout].read(source, listing.without_shadows, part)
-        family = part.family
+    for part, family, read_part in _read_parts(source, listing, parts, inner):
         if family in families:
             family = _other_name(part, families)
             expected = f"one {part.family} in a snapshot"
@@ -250,7 +266,7 @@ def _put_together(source: Source, listing: Listing, parts: Sequence[Part], locat
     findings += _leftovers(listing, files)
     return Checkpoint(
         path=location,
-        layout=parts[0].layout,
+        layout=(inner[0].parts if inner else parts)[0].layout,
         tensors=tuple(tensors),
         objects=tuple(objects),
         files=files,

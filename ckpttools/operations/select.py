@@ -89,8 +89,11 @@ def select(checkpoint: Checkpoint, choice: Choice, *, is_weights_only_by_default
     for entry in checkpoint.tensors:
         (chosen if _is_chosen(entry, choice, is_weights_only) else left).append(entry)
     if not chosen:
-        hint = "ckpttools inspect --tensors lists them"
-        raise ConversionError("no tensor is selected", found=f"{len(left)} tensors", hints=[hint])
+        hints = ["ckpttools inspect --tensors lists them"]
+        if is_weights_only and left and not any(t.family == MODEL for t in left):
+            families = ", ".join(sorted({t.family for t in left})[:8])
+            hints = [f"none of them is the model's: {families}; name the directory of one, or pass --everything"]
+        raise ConversionError("no tensor is selected", found=f"{len(left)} tensors", hints=hints)
     parts = [t for t in chosen if t.part_of]
     if parts:
         names = sorted({t.name.rpartition("::")[0] for t in parts})
