@@ -41,7 +41,11 @@ def without_derived(taken: Taken, target: Target, details: Details, mesh: Mesh) 
                 raise ConversionError(f"{text}, and {name} is not the same", found=found, hints=[f"--exclude '{name}'"])
     same = {**derived.aliases, **derived.equal, **derived.tied}
     out = derived.left | same.keys()
-    rounded = {n: replace(t, rounded_from=_master(derived, n, taken) or t.rounded_from) for n, t in selection.tensors.items()}
+    cut = {selection.tensors[n].name for n in derived.rows}  # what is left of a master is not what a whole weight rounds
+    rounded = {
+        n: replace(t, rounded_from=_master(derived, n, taken) or (t.rounded_from if t.rounded_from not in cut else ""))
+        for n, t in selection.tensors.items()
+    }
     rows = derived.rows
     tensors = {n: first_rows(t, rows[n]) if n in rows else t for n, t in rounded.items() if n not in out}
     left = tuple(rounded[n] for n in derived.left if rounded[n].rounded_from)
