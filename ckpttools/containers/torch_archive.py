@@ -21,7 +21,7 @@ from ckpttools.geometry import row_major_strides
 from ckpttools.model import ArrangedFile, ChecksumSlot, Literal, Path, PathKey, Slot, TensorSpec, render_path
 from ckpttools.pickles.records import Global, Object, Persistent
 from ckpttools.pickles.writer import write_pickle
-from ckpttools.placement.held import HeldTensor
+from ckpttools.placement.held import HeldTensor, TurnedTensors
 
 _ALIGNMENT = 64
 _LIMIT32 = 0xFFFFFFFF
@@ -55,7 +55,7 @@ class FlatStorage:
 
     spec: TensorSpec
     """Of the flat tensor: one dimension."""
-    parts: tuple[tuple[int, HeldTensor], ...]
+    parts: tuple[tuple[int, HeldTensor | TurnedTensors], ...]
     """(first element, share) in order; apart from each other."""
 
     def fill(self, offset: int) -> tuple[list[Slot], list[Literal]]:
@@ -73,7 +73,7 @@ class FlatStorage:
         return slots, gaps
 
 
-Storage = TensorSpec | HeldTensor | FlatStorage | bytes
+Storage = TensorSpec | HeldTensor | TurnedTensors | FlatStorage | bytes
 """What fills a storage: a whole tensor, a rank's share of one, shares of several, or bytes that are known."""
 
 
@@ -92,7 +92,7 @@ def arrange_archive(path: str, value: object, storages: Mapping[str, Storage], *
     for key, storage in storages.items():
         if isinstance(storage, bytes):
             archive.add_bytes(f"data/{key}", storage)
-        elif isinstance(storage, HeldTensor):
+        elif isinstance(storage, (HeldTensor, TurnedTensors)):
             archive.add_slots(f"data/{key}", storage.spec.length_bytes, storage.slots)
         elif isinstance(storage, FlatStorage):
             archive.add_filled(f"data/{key}", storage)

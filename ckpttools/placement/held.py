@@ -60,6 +60,40 @@ class HeldTensor:
         return found
 
 
+@dataclass(frozen=True)
+class TurnedTensors:
+    """A rank's shares of several matrices as one tensor, each turned (its columns become rows) and one after the other."""
+
+    spec: TensorSpec
+    """Of the one tensor."""
+    parts: tuple[HeldTensor, ...]
+
+    @property
+    def local(self) -> LocalTensor:
+        """Its shape; what it is parts of, its parts know."""
+        return LocalTensor(self.spec.shape, ())
+
+    @property
+    def slot_count(self) -> int:
+        """How many slots it takes."""
+        return sum(part.box.sizes[1] for held in self.parts for part in held.local.parts if part.box.volume)
+
+    def slots(self, offset: int) -> list[Slot]:
+        """What fills it from byte `offset` of a file on: a slot per column of each share (and run of it that is one box)."""
+        found = []
+        for held in self.parts:
+            rows, dtype = held.local.shape[0], held.spec.dtype
+            for part in held.local.parts:
+                (row, column), (count, columns) = part.box.offsets, part.box.sizes
+                length = dtype.length_bytes(count)
+                for j in range(columns if count else 0):
+                    place = (part.local.offsets[1] + j) * rows + part.local.offsets[0]
+                    box = Box((row, column + j), (count, 1))
+                    found.append(Slot(held.spec.name, box, offset + dtype.length_bytes(place), length))
+            offset += held.spec.length_bytes
+        return found
+
+
 def held_by(tensors: Iterable[PlacedTensor], mesh: Mesh, rank: int) -> list[HeldTensor]:
     """What a rank holds of some tensors, in their order; those of other stages are not there."""
     return [HeldTensor(t, local) for t in tensors if (local := t.local(mesh, rank)) is not None]

@@ -122,13 +122,16 @@ RANKS = [
     pytest.param(Model(norms_have_bias=True, groups=1), Ranks(tp=2, is_local=True), id="one query group"),
     pytest.param(Model(norms_have_bias=True, is_tied=True), Ranks(tp=2, pp=2, is_local=True), id="tied, in stages"),
     pytest.param(Model(norms_have_bias=True, experts=4), Ranks(tp=2, ep=2, is_local=True), id="experts"),
+    pytest.param(
+        Model(norms_have_bias=True, experts=4), Ranks(tp=2, ep=2, is_local=True, experts="grouped"), id="experts in one matrix"
+    ),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh"), RANKS)
 def test_each_rank_of_a_model_of_megatron_core_takes_its_legacy_file(model: Model, mesh: Ranks, tmp_path: Path) -> None:
-    Ranks(is_local=True).write(model, tmp_path / "whole")
+    Ranks(is_local=True, experts=mesh.experts).write(model, tmp_path / "whole")
     axes = ",".join(f"{axis}={getattr(mesh, axis)}" for axis in ("pp", "ep", "tp"))
     choice = Choice(is_weights_only=True)
     reshard(str(tmp_path / "whole"), str(tmp_path / "out"), target="megatron-legacy", mesh=Mesh.parse(axes), choice=choice)

@@ -66,8 +66,29 @@ MOVES = [
 ]
 
 
-@pytest.mark.parametrize("optimizer", ["", "positions", "buffers"])
-@pytest.mark.parametrize(("model", "source", "target"), MOVES)
+IN_ONE_MATRIX = [
+    pytest.param(
+        Model(experts=4), Ranks(tp=2, experts="grouped"), Ranks(ep=2, pp=2, experts="grouped"), id="experts in one matrix"
+    ),
+    pytest.param(
+        Model(experts=4, is_gated=False),
+        Ranks(ep=4, experts="grouped"),
+        Ranks(tp=4, experts="grouped"),
+        id="ungated",
+    ),
+]
+"""Experts whose optimizer cannot have a count for each."""
+EVERY = [
+    pytest.param(*move.values, optimizer, id=f"{move.id}-{optimizer}")
+    for move in MOVES
+    for optimizer in ("", "positions", "buffers")
+]
+EVERY += [
+    pytest.param(*move.values, optimizer, id=f"{move.id}-{optimizer}") for move in IN_ONE_MATRIX for optimizer in ("", "buffers")
+]
+
+
+@pytest.mark.parametrize(("model", "source", "target", "optimizer"), EVERY)
 class TestMoves:
     def test_each_file_is_what_the_rank_would_have_saved(self, model, source, target, optimizer, tmp_path):
         source, target = (Ranks(**(vars(r) | {"optimizer": optimizer})) for r in (source, target))
@@ -150,10 +171,26 @@ class TestRefusals:
         with pytest.raises(ConversionError, match="6 layers cannot be divided evenly among 2 stages of 2 chunks"):
             lay_out(tmp_path / "from", tmp_path / "to", "pp=2", virtual_stages=2)
 
-    def test_experts_in_a_transposed_matrix(self, tmp_path):
-        Ranks(experts="grouped").write(Model(experts=4), tmp_path / "from")
-        with pytest.raises(ConversionError, match="transposed matrix"):
+    def test_experts_in_one_matrix_have_no_place_for_a_number_each(self, tmp_path):
+        Ranks(experts="grouped", optimizer="positions").write(Model(experts=4), tmp_path / "from")
+        with pytest.raises(ConversionError, match=r"one number in the place of 2: optimizer.state.*.step"):
             lay_out(tmp_path / "from", tmp_path / "to", "ep=2")
+
+    def test_experts_in_one_matrix_have_no_place_for_a_bias(self, tmp_path):
+        ranks = Ranks(overrides={"moe_grouped_gemm": True, "moe_use_legacy_grouped_gemm": True})
+        model = Model(experts=2)
+        model.tensors["decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.bias"] = torch.ones(16)
+        ranks.write(model, tmp_path / "from")
+        with pytest.raises(ConversionError, match=r"no place for .*\.local_experts\.0\.linear_fc2\.bias"):
+            lay_out(tmp_path / "from", tmp_path / "to", "tp=2")
+
+    def test_experts_in_one_matrix_are_turned_up_to_a_limit(self, tmp_path, monkeypatch):
+        source = Ranks(experts="grouped", optimizer="buffers").write(Model(experts=2), tmp_path / "from")
+        monkeypatch.setattr("ckpttools.layouts.megatron_legacy.experts.MAX_COLUMNS", 1000)
+        with pytest.raises(ConversionError, match="more than 1000 columns") as refused:
+            lay_out(source, tmp_path / "to", "tp=2")
+        assert "megatron-dist" in refused.value.hints[0]
+        assert not (tmp_path / "to").exists()
 
     def test_rows_of_everything_have_no_place(self, tmp_path):
         Ranks().write(Model(), tmp_path / "from")
@@ -199,6 +236,16 @@ class TestFromSharded:
         source = FIXTURES / "megatron/tdist_tp2_model_only/ckpt/iter_0000010"
         args = loaded(lay_out(source, tmp_path / "to", "tp=1"))["mp_rank_00/model_optim_rng.pt"]["args"]
         assert (1, "torch") == (args.tensor_model_parallel_size, args.ckpt_format)
+
+
+def test_experts_from_modules_of_their_own_go_into_one_matrix_where_the_arguments_say_so(tmp_path):
+    model = Model(experts=4)
+    plain = Ranks(tp=2, overrides={"moe_grouped_gemm": True, "moe_use_legacy_grouped_gemm": True})
+    source = plain.write(model, tmp_path / "from")
+    found = loaded(lay_out(source, tmp_path / "to", "ep=2,tp=2"))
+    wanted = loaded(Ranks(tp=2, ep=2, experts="grouped").write(model, tmp_path / "wanted"))
+    assert all(same(wanted[path]["model"], found[path]["model"]) for path in wanted)
+    assert values(source) == values(tmp_path / "to")
 
 
 class TestTiedEmbeddingsWithTheWeightsAlone:

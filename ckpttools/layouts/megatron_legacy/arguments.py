@@ -50,6 +50,12 @@ class Arguments:
         return self.number("num_experts", "num_moe_experts")
 
     @property
+    def has_experts_in_one(self) -> bool:
+        """Whether all experts of a rank are one matrix, transposed (not a matrix each, as in Transformer Engine's layers)."""
+        is_plain = self.values.get("moe_use_legacy_grouped_gemm") is True or self.values.get("transformer_impl") == "local"
+        return self.flag("moe_grouped_gemm") is True and is_plain
+
+    @property
     def is_tied(self) -> bool:
         """Whether the output layer is said to be the embedding."""
         return self.flag("untie_embeddings_and_output_weights") is False

@@ -15,9 +15,10 @@ from ckpttools.containers.torch_archive import arrange_archive, nest
 from ckpttools.containers.trees import persistent_ids
 from ckpttools.errors import ConversionError
 from ckpttools.layouts.megatron_legacy.arguments import Arguments
+from ckpttools.layouts.megatron_legacy.experts import Held, columns_of, require_few_columns, together
 from ckpttools.layouts.megatron_legacy.names import BUFFER_FILE, MODEL_FILES, Parallel, Place
 from ckpttools.layouts.megatron_legacy.numbering import parse_layer
-from ckpttools.layouts.megatron_legacy.rules import EMBEDDING, LOCAL_EXPERT
+from ckpttools.layouts.megatron_legacy.rules import EMBEDDING
 from ckpttools.layouts.megatron_legacy.spelling import ChunkNames, Speller, chunks_of
 from ckpttools.layouts.megatron_legacy.write_optimizer import OptimizerWriter, Records
 from ckpttools.model import ArrangedFile, Arrangement, Mesh, ObjectEntry, Path, PathKey
@@ -113,6 +114,7 @@ class _Writer:
     ) -> None:
         sizes = dict(mesh.axes)
         self._mesh = mesh
+        self._turned = 0
         self._objects = [replace(o, path=_shared_path(o.path)) for o in objects]
         self._sequences = sequences
         tp = sizes.get("tp", 1)
@@ -124,26 +126,18 @@ class _Writer:
         self._model = [_at_the_first_stage(t) for t in model] if self._arguments.is_untied else model
         self._has_copy = any(t.spec.name == EMBEDDING and self._is_at_the_last_stage(t) for t in self._model)
         _require_whole_heads(self._arguments, tp)
-        if self._arguments.flag("moe_grouped_gemm") and self._is_transposed() and any(map(LOCAL_EXPERT.fullmatch, self._names)):
-            raise ConversionError(
-                "all experts in one transposed matrix (`weight1`, `weight2`) cannot be written without computing",
-                found="moe_grouped_gemm without Transformer Engine in the arguments",
-            )
         self._optimizer = OptimizerWriter(tensors, self._objects, self._arguments, self._parallel)
 
     def _is_at_the_last_stage(self, tensor: PlacedTensor) -> bool:
         return self._parallel.pp > 1 and self._parallel.pp - 1 in dict(tensor.placement.held_at).get("pp", ())
-
-    def _is_transposed(self) -> bool:
-        values = self._arguments.values
-        return values.get("moe_use_legacy_grouped_gemm") is True or values.get("transformer_impl") == "local"
 
     def files(self, rank: int) -> list[ArrangedFile]:
         """The files of one rank."""
         at = coordinate(self._mesh, rank)
         place = Place(at.get("pp", 0), at.get("ep", 0), at.get("tp", 0))
         directory = self._parallel.directory(place)
-        held = {h.tensor.spec.name: h for h in held_by(self._model, self._mesh, rank)}
+        own = {h.tensor.spec.name: h for h in held_by(self._model, self._mesh, rank)}
+        held: Mapping[str, Held] = together(own) if self._arguments.has_experts_in_one else own
         is_last = self._parallel.pp > 1 and place.pp == self._parallel.pp - 1
         speller = Speller.of(self._arguments, held, is_last_of_several=is_last)
         chunks = chunks_of(list(held), speller, self._parallel.vpp)
@@ -157,6 +151,8 @@ class _Writer:
         found = self._optimizer.write(held, chunks, self._mesh, rank, records, is_first=place.pp == 0)
         if found.value is not None:
             top["optimizer"] = found.value
+        self._turned += columns_of([*records.storages.values(), *found.buffer_storages.values()])
+        require_few_columns(self._turned)
         files = [arrange_archive(f"{directory}/{MODEL_FILES[0]}", top, records.storages)]
         if found.buffers is not None:
             files.append(arrange_archive(f"{directory}/{BUFFER_FILE}", found.buffers, found.buffer_storages))

@@ -13,6 +13,7 @@ from ckpttools.containers.torch_archive import FlatStorage, Storage, tensor_reco
 from ckpttools.errors import ConversionError
 from ckpttools.layouts.megatron_legacy.arguments import Arguments
 from ckpttools.layouts.megatron_legacy.buffers import DEFAULT_BUCKET, lay_out
+from ckpttools.layouts.megatron_legacy.experts import Held, together_by_state
 from ckpttools.layouts.megatron_legacy.names import Parallel
 from ckpttools.layouts.megatron_legacy.rules import EMBEDDING, find_rule
 from ckpttools.layouts.megatron_legacy.spelling import ChunkNames
@@ -32,7 +33,7 @@ class Records:
 
     storages: dict[str, Storage] = field(default_factory=dict)
 
-    def add(self, held: HeldTensor) -> object:
+    def add(self, held: Held) -> object:
         """The record of a rank's tensor."""
         key = str(len(self.storages))
         self.storages[key] = held
@@ -62,6 +63,7 @@ class OptimizerWriter:
     def __init__(
         self, tensors: Sequence[PlacedTensor], objects: Sequence[ObjectEntry], arguments: Arguments, mesh: Parallel
     ) -> None:
+        self._is_grouped = arguments.has_experts_in_one
         self._has_expert_ranks = mesh.ep > 1
         self._has_stages = mesh.pp > 1
         self._arguments = arguments
@@ -89,7 +91,7 @@ class OptimizerWriter:
 
     def write(
         self,
-        held: Mapping[str, HeldTensor],
+        held: Mapping[str, Held],
         chunks: Sequence[ChunkNames],
         mesh: Mesh,
         rank: int,
@@ -124,14 +126,14 @@ class OptimizerWriter:
             return WrittenOptimizer(value)
         return WrittenOptimizer(value, flats[0] if len(kinds) == 1 else flats, buffers.storages)
 
-    def _shares(self, mesh: Mesh, rank: int) -> dict[str, dict[str, HeldTensor]]:
-        found: dict[str, dict[str, HeldTensor]] = {}
+    def _shares(self, mesh: Mesh, rank: int) -> dict[str, dict[str, Held]]:
+        found: dict[str, dict[str, Held]] = {}
         for name, states in self._state.items():
             for what, tensor in states.items():
                 local = tensor.local(mesh, rank)
                 if local is not None:
                     found.setdefault(name, {})[what] = HeldTensor(tensor, local)
-        return found
+        return together_by_state(found) if self._is_grouped else found
 
     def _is_trained(self, name: str) -> bool:
         rule = find_rule(name, _VERSION)
@@ -158,8 +160,8 @@ class OptimizerWriter:
     def _by_position(
         self,
         names: Sequence[str],
-        held: Mapping[str, HeldTensor],
-        shares: Mapping[str, Mapping[str, HeldTensor]],
+        held: Mapping[str, Held],
+        shares: Mapping[str, Mapping[str, Held]],
         records: Records,
         is_expert: bool,
     ) -> dict[object, object]:
@@ -184,7 +186,7 @@ class OptimizerWriter:
             value["fp32_from_fp16_params"] = masters
         return value
 
-    def _is_vector(self, name: str, held: HeldTensor) -> bool:
+    def _is_vector(self, name: str, held: Held) -> bool:
         if self._arguments.flag("apply_wd_to_qk_layernorm") and ("q_layernorm." in name or "k_layernorm." in name):
             return False
         return len(held.local.shape) < 2 or name.endswith(".bias")
@@ -204,8 +206,8 @@ class OptimizerWriter:
     def _flat(
         self,
         chunks: Sequence[Sequence[str]],
-        held: Mapping[str, HeldTensor],
-        shares: Mapping[str, Mapping[str, HeldTensor]],
+        held: Mapping[str, Held],
+        shares: Mapping[str, Mapping[str, Held]],
         buffers: Records,
         *,
         is_first: bool,
@@ -246,7 +248,7 @@ class OptimizerWriter:
 
 
 def _is_expert(name: str) -> bool:
-    return ".local_experts." in name
+    return ".local_experts." in name or ".experts.weight" in name
 
 
 def _has_no_decay(settings: Mapping[object, object]) -> bool:
