@@ -6,7 +6,7 @@ these values keep are in `geometry`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -268,7 +268,7 @@ class Checkpoint:
     findings: tuple[Finding, ...] = ()
     aliases: tuple[tuple[str, ...], ...] = ()
     """Groups of tensors that are one stored tensor under several names."""
-    checksums: tuple[StoredChecksum, ...] = ()
+    checksums: Sequence[StoredChecksum] = ()
     trees: Mapping[Path, object] = field(default_factory=dict)
     """Nested values as pickles held them, tensors in place, by the keys that lead to them: what is a list and what a dict."""
     roots: tuple[str, ...] = ()
@@ -294,19 +294,6 @@ def render_path(path: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """Where one box of one tensor goes in an output file, row-major and without gaps."""
-
-    tensor: str
-    """Name in the output."""
-    box: Box
-    offset: int
-    """Bytes from the start of the output file."""
-    length: int
-    """Bytes."""
-
-
-@dataclass(frozen=True, slots=True)
 class Literal:
     """Bytes of an output file that are known before anything is copied: headers, indexes, pickles."""
 
@@ -321,6 +308,34 @@ class ChecksumSlot:
     offset: int
     covers_offset: int
     covers_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What stands around a slot that is stored by itself, wherever in a file that is. Offsets count from its first byte.
+
+    Slots of one dtype and shape share one, so that a million archives in a plan are a million slots and nothing else.
+    """
+
+    before: tuple[Literal, ...]
+    """Up to the slot, without gaps."""
+    after: tuple[Literal | ChecksumSlot, ...]
+    """From the slot's last byte on, without gaps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one box of one tensor goes in an output file, row-major and without gaps."""
+
+    tensor: str
+    """Name in the output."""
+    box: Box
+    offset: int
+    """Bytes from the start of the output file."""
+    length: int
+    """Bytes."""
+    frame: Frame | None = None
+    """What else of the file belongs to it, if anything."""
 
 
 @dataclass(frozen=True, slots=True)

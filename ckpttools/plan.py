@@ -1,17 +1,19 @@
 """Plan: every output file of a conversion to the byte, before one is written; pure data, no I/O.
 
 A file is tiled by segments: a slot (a box of a source tensor, perhaps cast), a carry (a stretch of a source file as it
-is), a literal, or a checksum slot. One executor runs every plan; a plan can be printed, counted, split and resumed. Read
-`make` and `Plan` first.
+is), a literal, or a checksum slot. What is copied has a number in its file; the rest is known, or follows from what is
+copied. One executor runs every plan; a plan can be printed, counted, split and resumed. Read `make` and `Plan` first.
 """
 
 from __future__ import annotations
 
 import hashlib
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import merge
 
 from ckpttools.cast import require_castable
 from ckpttools.dtypes import DType
@@ -25,6 +27,7 @@ from ckpttools.model import (
     ChecksumSlot,
     Extent,
     FileEntry,
+    Frame,
     Literal,
     Slot,
     TensorEntry,
@@ -36,7 +39,9 @@ _RECORD_BYTES = 512
 """What the journal takes per slot, roughly."""
 
 
-Segment = Slot | Carry | Literal | ChecksumSlot
+Copied = Slot | Carry
+Known = Literal | ChecksumSlot
+Segment = Copied | Known
 
 
 def segment_length(segment: Segment) -> int:
@@ -52,29 +57,68 @@ class PlannedFile:
 
     path: str
     length_bytes: int
-    segments: tuple[Segment, ...]
-    """In the order of their offsets."""
+    copied: tuple[Copied, ...] = ()
+    """What comes from the source, in the order of the offsets; a segment's number is its place here."""
+    known: tuple[Known, ...] = ()
+    """What does not, but for the frames of slots; in the order of the offsets."""
     is_commit_record: bool = False
     """Whether its presence makes the snapshot readable, so that it is written last."""
 
     @property
-    def checksums(self) -> Iterator[ChecksumSlot]:
-        """Its checksum slots, in order."""
-        return (s for s in self.segments if isinstance(s, ChecksumSlot))
+    def segments(self) -> Iterator[Segment]:
+        """Everything that tiles it, in order."""
+        return (segment for _, segment in self.walk())
 
-    @property
-    def copied(self) -> list[int]:
-        """Positions of the segments whose bytes come from the source."""
-        return [j for j, s in enumerate(self.segments) if isinstance(s, Slot | Carry)]
+    def walk(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, Segment]]:
+        """The segments that begin in bytes [start, stop), in order, each with its number, -1 where it is not copied.
 
-    def covered(self, checksum: ChecksumSlot) -> range:
-        """Positions of the segments in the stretch that a checksum covers."""
-        start = bisect_left(self._offsets, checksum.covers_offset)
-        return range(start, bisect_left(self._offsets, checksum.covers_offset + checksum.covers_length))
+        Those of frames are made as they are asked for: kept, they would be most of a plan.
+        """
+        stop = self.length_bytes + 1 if stop is None else stop
+        low, high = bisect_left(self._copied_offsets, start), bisect_left(self._copied_offsets, stop)
+        copied = (x for j in range(max(0, low - 1), min(high + 1, len(self.copied))) for x in self._framed(j))
+        known = self.known[bisect_left(self._known_offsets, start) : bisect_left(self._known_offsets, stop)]
+        walked = merge(copied, ((-1, x) for x in known), key=_place) if known else copied
+        return ((j, segment) for j, segment in walked if start <= segment.offset < stop)
+
+    def _framed(self, j: int) -> Iterator[tuple[int, Segment]]:
+        segment = self.copied[j]
+        frame = segment.frame if isinstance(segment, Slot) else None
+        if frame is None:
+            yield j, segment
+            return
+        yield from ((-1, _moved(x, segment.offset)) for x in frame.before)
+        yield j, segment
+        yield from ((-1, _moved(x, segment.offset)) for x in frame.after)
 
     @cached_property
-    def _offsets(self) -> list[int]:
-        return [segment.offset for segment in self.segments]
+    def _copied_offsets(self) -> array[int]:
+        return array("Q", (x.offset for x in self.copied))
+
+    @cached_property
+    def _known_offsets(self) -> array[int]:
+        return array("Q", (x.offset for x in self.known))
+
+    @cached_property
+    def is_summed(self) -> bytearray:
+        """By number: whether a checksum covers the segment."""
+        found = bytearray(isinstance(x, Slot) and _is_summed(x) for x in self.copied)
+        for checksum in (x for x in self.known if isinstance(x, ChecksumSlot)):
+            for j, _ in self.walk(checksum.covers_offset, checksum.covers_offset + checksum.covers_length):
+                if j >= 0:
+                    found[j] = 1
+        return found
+
+
+def _is_summed(slot: Slot) -> bool:
+    return slot.frame is not None and any(isinstance(x, ChecksumSlot) for x in slot.frame.after)
+
+
+def _moved(segment: Known, offset: int) -> Known:
+    """A part of a frame, for a slot at an offset."""
+    if isinstance(segment, Literal):
+        return Literal(segment.offset + offset, segment.data)
+    return ChecksumSlot(segment.offset + offset, segment.covers_offset + offset, segment.covers_length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +127,8 @@ class PlacedSlot:
 
     file: int
     """Position of the file in the plan."""
-    segment: int
-    """Position of the slot among the file's segments."""
+    number: int
+    """Of the slot in the file."""
     slot: Slot
 
 
@@ -134,7 +178,7 @@ class Plan:
     @cached_property
     def bytes_read(self) -> int:
         """Bytes of source values and carried stretches; each is read once."""
-        carried = sum(s.length for f in self.files for s in f.segments if isinstance(s, Carry))
+        carried = sum(s.length for f in self.files for s in f.copied if isinstance(s, Carry))
         return carried + sum(t.source.spec.length_bytes for t in self.tensors.values())
 
     @cached_property
@@ -175,7 +219,7 @@ class Plan:
                 {
                     "path": file.path,
                     "bytes": file.length_bytes,
-                    "tensors": len({s.tensor for s in file.segments if isinstance(s, Slot)}),
+                    "tensors": len({s.tensor for s in file.copied if isinstance(s, Slot)}),
                     "is_commit_record": file.is_commit_record,
                     "sources": [{"file": path, "bytes": count} for path, count in sorted(sources.items())],
                 }
@@ -216,32 +260,39 @@ def make(
 
 
 def _plan_file(file: ArrangedFile) -> PlannedFile:
-    segments: list[Segment] = [*file.slots, *file.literals, *file.checksums, *file.carries]
-    segments.sort(key=_place)
+    copied: list[Copied] = sorted((*file.slots, *file.carries), key=lambda x: (x.offset, x.length))
+    known: list[Known] = sorted((*file.literals, *file.checksums), key=lambda x: (x.offset, segment_length(x)))
+    planned = PlannedFile(file.path, file.length_bytes, tuple(copied), tuple(known), file.is_commit_record)
     position = 0
-    for segment in segments:
+    seen: set[tuple[int, int]] = set()
+    for _, segment in planned.walk(stop=1 << 63):
         if segment.offset != position:
             what = "nothing fills" if segment.offset > position else "two segments share"
             raise ValueError(f"{what} byte {min(position, segment.offset)} of {file.path}")
         position += segment_length(segment)
+        if isinstance(segment, Slot) and segment.frame is not None and (id(segment.frame), segment.length) not in seen:
+            seen.add((id(segment.frame), segment.length))  # what holds of one such slot holds of all
+            for x in segment.frame.after:
+                _require_whole_segments(planned, _moved(x, segment.offset))
     if position != file.length_bytes:
         raise ValueError(f"{file.path} is said to have {file.length_bytes} bytes, its segments have {position}")
-    planned = PlannedFile(file.path, file.length_bytes, tuple(segments), file.is_commit_record)
-    for checksum in file.checksums:
-        _require_whole_segments(planned, checksum)
+    for x in known:
+        _require_whole_segments(planned, x)
     return planned
 
 
-def _place(segment: Segment) -> tuple[int, int]:
+def _place(numbered: tuple[int, Segment]) -> tuple[int, int]:
     """Sorts segments by offset, those without bytes before the one that starts at the same byte."""
-    return segment.offset, segment_length(segment)
+    return numbered[1].offset, segment_length(numbered[1])
 
 
-def _require_whole_segments(file: PlannedFile, checksum: ChecksumSlot) -> None:
+def _require_whole_segments(file: PlannedFile, checksum: Known) -> None:
     """A checksum lies behind what it covers, and covers whole segments, whose CRCs can be put together."""
+    if isinstance(checksum, Literal):
+        return
     start, stop = checksum.covers_offset, checksum.covers_offset + checksum.covers_length
-    covered = [file.segments[i] for i in file.covered(checksum)]
-    if stop > checksum.offset or sum(map(segment_length, covered)) != stop - start:
+    covered = sum(segment_length(x) for _, x in file.walk(start, stop))
+    if stop > checksum.offset or covered != stop - start:
         raise ValueError(f"a checksum of {file.path} covers parts of segments or itself: bytes {start} to {stop}")
 
 
@@ -272,7 +323,7 @@ def _plan_tensors(
     """Every tensor with its slots: their boxes cover it (an element may be there several times), each slot as long as its box."""
     places: dict[str, list[PlacedSlot]] = {name: [] for name in tensor_of}
     for i, file in enumerate(files):
-        for j, segment in enumerate(file.segments):
+        for j, segment in enumerate(file.copied):
             if isinstance(segment, Slot):
                 if segment.tensor not in places:
                     raise ValueError(f"{file.path} has a slot for a tensor that was not selected: {segment.tensor}")
@@ -306,7 +357,7 @@ def _source_files(
 ) -> tuple[SourceFile, ...]:
     """The source files that are drawn on; lengths and times of the listing where there is one."""
     paths = {e.file for t in tensors.values() for p in t.source.pieces for e in (p.extent, *p.mean_with)}
-    paths |= {s.source_file for f in files for s in f.segments if isinstance(s, Carry)}
+    paths |= {s.source_file for f in files for s in f.copied if isinstance(s, Carry)}
     lengths = {f.path: f.length_bytes for f in checkpoint.files}
     found = []
     for path in sorted(paths):
@@ -330,15 +381,30 @@ def _identity(plan: Plan) -> Iterator[str]:
         for piece in tensor.source.pieces:
             extents = "".join(map(_extent_identity, (piece.extent, *piece.mean_with)))
             yield f"{piece.box.offsets}{piece.box.sizes}{extents}"
+    frames: dict[int, str] = {}
     for file in plan.files:
         yield repr((file.path, file.length_bytes, file.is_commit_record))
-        for segment in file.segments:
-            if isinstance(segment, Literal):
-                yield f"{segment.offset} {hashlib.sha256(segment.data).hexdigest()}"
-            elif isinstance(segment, Slot):
-                yield f"{segment.offset} {segment.length} {segment.box.offsets}{segment.box.sizes}{segment.tensor!r}"
+        for segment in file.copied:
+            if isinstance(segment, Slot):
+                frame = _frame_identity(segment.frame, frames) if segment.frame is not None else ""
+                yield f"{segment.offset} {segment.length} {segment.box.offsets}{segment.box.sizes}{segment.tensor!r}{frame}"
             else:
                 yield repr(segment)
+        yield from map(_known_identity, file.known)
+
+
+def _frame_identity(frame: Frame, known: dict[int, str]) -> str:
+    """By what it is at: frames are few, and slots many."""
+    if id(frame) not in known:
+        lines = map(_known_identity, (*frame.before, *frame.after))
+        known[id(frame)] = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return known[id(frame)]
+
+
+def _known_identity(segment: Known) -> str:
+    if isinstance(segment, Literal):
+        return f"{segment.offset} {hashlib.sha256(segment.data).hexdigest()}"
+    return repr(segment)
 
 
 def _extent_identity(extent: Extent) -> str:
@@ -351,7 +417,7 @@ def _draws(plan: Plan) -> list[dict[str, int]]:
     """Per output file: source file -> bytes of it that go there."""
     drawn: list[dict[str, int]] = [{} for _ in plan.files]
     for i, file in enumerate(plan.files):
-        for segment in file.segments:
+        for segment in file.copied:
             if isinstance(segment, Carry):
                 drawn[i][segment.source_file] = drawn[i].get(segment.source_file, 0) + segment.length
     for tensor in plan.tensors.values():

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
-from ckpttools.digest import ALGORITHMS, DIGEST_HEX_LENGTH, TensorDigest, digest_bytes, fingerprint
+from ckpttools.digest import ALGORITHMS, DIGEST_HEX_LENGTH, TensorDigest, digest_bytes, fingerprint, new_hasher
 from ckpttools.model import Box
 
 SCHEMA = "ckpttools/seal/1"
 HASH_SCHEMA = "ckpttools/hash/1"
+_RUN_TEXTS = 4096
 
 
 class SealError(Exception):
@@ -68,45 +70,87 @@ class Seal:
         return fingerprint(self.tensors, self.algorithm)
 
 
-def render_seal(seal: Seal) -> bytes:
-    """The document of a seal: indented JSON with its own digest last. Pure; equal seals give equal bytes."""
-    document: dict[str, object] = {
+def render_seal(seal: Seal) -> Iterator[bytes]:
+    """The document of a seal, a stretch after the other: JSON with a line per row, its own digest last. Pure.
+
+    Equal seals give equal bytes. Whatever is in a seal of a million pieces is never there as a whole.
+    """
+    hasher = new_hasher()
+    for stretch in _stretches(_texts(_document(seal), is_compact=True)):
+        hasher.update(stretch)
+    whole = _document(seal) | {"seal_digest": hasher.hexdigest()}
+    return _stretches(chain(_texts(whole, is_compact=False), ["\n"]))
+
+
+def _document(seal: Seal) -> dict[str, object]:
+    """The members of a seal; long lists are iterators."""
+    return {
         "schema": SCHEMA,
         "layout": seal.layout,
         "step": seal.step,
         "algorithm": seal.algorithm,
         "fingerprint": seal.fingerprint,
-        "files": [{"path": f.path, "bytes": f.length_bytes, **({"digest": f.digest} if f.digest else {})} for f in seal.files],
-        "tensors": [
+        "files": ({"path": f.path, "bytes": f.length_bytes} | ({"digest": f.digest} if f.digest else {}) for f in seal.files),
+        "tensors": (
             {
                 "name": t.name,
                 "dtype": t.dtype,
-                "shape": list(t.shape),
+                "shape": t.shape,
                 "digest": t.digest,
-                "pieces": [
+                "pieces": (
                     {
                         "file": p.file,
                         "offset": p.offset,
                         "length": p.length,
-                        "box": {"offsets": list(p.box.offsets), "sizes": list(p.box.sizes)},
+                        "box": {"offsets": p.box.offsets, "sizes": p.box.sizes},
                         "digest": p.digest,
                     }
                     for p in seal.pieces.get(t.name, ())
-                ],
+                ),
             }
             for t in seal.tensors
-        ],
-        "aliases": [list(group) for group in seal.aliases],
+        ),
+        "aliases": seal.aliases,
         "origin": dict(seal.origin),
     }
-    document["seal_digest"] = _own_digest(document)
-    return (json.dumps(document, indent=1) + "\n").encode()
+
+
+_READABLE = json.JSONEncoder()
+_COMPACT = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
+
+
+def _texts(value: object, *, is_compact: bool, indent: str = "\n") -> Iterator[str]:
+    """JSON of a value in which iterators stand for lists: compact with sorted keys, or with a line for each row of these."""
+    if isinstance(value, Iterator):
+        yield "["
+        for number, row in enumerate(value):
+            yield ("," if number else "") + ("" if is_compact else indent)
+            yield from _texts(row, is_compact=is_compact, indent=indent + " ")
+        yield "]"
+    elif isinstance(value, dict) and any(isinstance(member, Iterator) for member in value.values()):
+        for number, key in enumerate(sorted(value) if is_compact else value):
+            yield ("," if number else "{") + f'"{key}":' if is_compact else (", " if number else "{") + f'"{key}": '
+            yield from _texts(value[key], is_compact=is_compact, indent=indent)
+        yield "}"
+    else:
+        yield (_COMPACT if is_compact else _READABLE).encode(value)
+
+
+def _stretches(texts: Iterable[str]) -> Iterator[bytes]:
+    """Texts in runs that are worth a write."""
+    run: list[str] = []
+    for text in texts:
+        run.append(text)
+        if len(run) >= _RUN_TEXTS:
+            yield "".join(run).encode()
+            run = []
+    yield "".join(run).encode()
 
 
 def _own_digest(document: Mapping[str, object]) -> str:
     """BLAKE3 of the document without its own digest, as compact JSON with sorted keys."""
     rest = {k: v for k, v in document.items() if k != "seal_digest"}
-    return digest_bytes(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
+    return digest_bytes(_COMPACT.encode(rest).encode())
 
 
 def parse_seal(data: bytes) -> Seal:

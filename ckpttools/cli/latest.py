@@ -74,7 +74,7 @@ def command(
         render.write_line(f"ckpttools: taken for {found.counted_ranks} ranks, as names tell; --ranks says how many there are")
     answer = str(found.step) if step_only else "\n".join((found.location, *found.further))
     if write:
-        write_document(write, f"{answer}\n".encode("utf-8", "surrogateescape"), is_overwriting=True)
+        write_document(write, [f"{answer}\n".encode("utf-8", "surrogateescape")], is_overwriting=True)
     if is_json:
         passed_over = [{"path": p.location, "step": p.step, "why": p.why} for p in found.passed_over]
         document = {"schema": "ckpttools/latest/1", "path": found.location, "run": found.run, "step": found.step, "depth": depth}

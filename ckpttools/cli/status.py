@@ -86,7 +86,7 @@ def command(runs: tuple[str, ...], is_json: bool, quiet: bool, verbose: bool, **
     statuses = [read_status(run, Room(*read_room(run.location)), limits, now=now) for run in found]
     if given["prometheus"]:
         text = render_prometheus(statuses)
-        write_document(given["prometheus"], text.encode("utf-8", "backslashreplace"), is_overwriting=True)
+        write_document(given["prometheus"], [text.encode("utf-8", "backslashreplace")], is_overwriting=True)
     if is_json:
         render.write_json(document(statuses))
     else:

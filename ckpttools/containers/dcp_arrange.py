@@ -16,7 +16,7 @@ from functools import lru_cache
 from ckpttools.containers.dcp_metadata import write_metadata
 from ckpttools.containers.torch_archive import TensorItem
 from ckpttools.dtypes import DType
-from ckpttools.model import ArrangedFile, Box, Carry, ChecksumSlot, Literal, Path, Slot, TensorSpec
+from ckpttools.model import ArrangedFile, Box, Carry, Literal, Path, Slot, TensorSpec
 
 MANIFEST = ".metadata"
 Key = tuple[str, tuple[int, ...] | None]
@@ -135,7 +135,6 @@ class _File:
     position: int = 0
     slots: list[Slot] = field(default_factory=list)
     literals: list[Literal] = field(default_factory=list)
-    checksums: list[ChecksumSlot] = field(default_factory=list)
     carries: list[Carry] = field(default_factory=list)
 
     def add(self, item: ObjectItem | Chunk) -> tuple[int, int]:
@@ -143,9 +142,8 @@ class _File:
         base = self.position
         if isinstance(item, Chunk):
             archive = item.archive
-            self.slots.append(Slot(item.spec.name, item.box, base + archive.data_offset, archive.data_length))
-            self.literals += archive.literals_at(base)
-            self.checksums += archive.checksums_at(base)
+            offset = base + archive.data_offset
+            self.slots.append(Slot(item.spec.name, item.box, offset, archive.data_length, archive.frame))
         elif item.source is not None:
             file, offset, length = item.source
             self.carries.append(Carry(file, offset, base, length))
@@ -156,11 +154,4 @@ class _File:
 
     def finish(self) -> ArrangedFile:
         """The file."""
-        return ArrangedFile(
-            self.path,
-            self.position,
-            tuple(self.slots),
-            tuple(self.literals),
-            tuple(self.checksums),
-            tuple(self.carries),
-        )
+        return ArrangedFile(self.path, self.position, tuple(self.slots), tuple(self.literals), carries=tuple(self.carries))

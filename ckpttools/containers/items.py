@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
+from ckpttools.containers.checksum_table import ChecksumTable
 from ckpttools.containers.region import Region
 from ckpttools.containers.torch_entries import RankFile, read_object
 from ckpttools.containers.torch_extents import Expansion, locate_tensor
@@ -19,7 +20,7 @@ from ckpttools.containers.torch_values import MalformedError, read_tensor
 from ckpttools.containers.trees import persistent_ids
 from ckpttools.errors import StorageError
 from ckpttools.findings import Finding
-from ckpttools.model import Checkpoint, Extent, ItemPart, ObjectEntry, Piece, StoredChecksum, TensorEntry
+from ckpttools.model import Checkpoint, Extent, ItemPart, ObjectEntry, Piece, TensorEntry
 from ckpttools.pickles.views import kind_of
 from ckpttools.storage.source import Source, is_url
 
@@ -33,7 +34,7 @@ class _Opened:
 
     extents: dict[Extent, Extent] = field(default_factory=dict)
     records: dict[Extent, RankFile] = field(default_factory=dict)
-    checksums: list[StoredChecksum] = field(default_factory=list)
+    checksums: ChecksumTable = field(default_factory=ChecksumTable)
     findings: list[Finding] = field(default_factory=list)
     failed: dict[Extent, list[Finding]] = field(default_factory=dict)
     """What is wrong with items that did not open, or not as they should."""
@@ -42,7 +43,7 @@ class _Opened:
         """Take over what the items of another file brought to light."""
         self.extents |= other.extents
         self.records |= other.records
-        self.checksums += other.checksums
+        self.checksums.extend(other.checksums)
         self.findings += other.findings
         self.failed |= other.failed
 
@@ -72,7 +73,7 @@ def locate(source: Source, checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     with ThreadPoolExecutor(_URL_THREADS if is_url(source.location) else 1) as pool:
         parts = list(pool.map(lambda file: _open_items(source, wanted[file]), sorted(wanted)))
-    opened = _Opened()
+    opened = _Opened(checksums=ChecksumTable(checkpoint.checksums))
     for part in parts:
         opened.add(part)
     objects = tuple(_with_good_copy(source, o, opened) for o in checkpoint.objects)
@@ -80,7 +81,7 @@ def locate(source: Source, checkpoint: Checkpoint) -> Checkpoint:
         checkpoint,
         tensors=tuple(_with_extents(t, opened.extents) for t in checkpoint.tensors),
         objects=objects,
-        checksums=(*checkpoint.checksums, *opened.checksums),
+        checksums=opened.checksums,
         findings=(*checkpoint.findings, *opened.findings, *_failures(checkpoint.tensors, opened)),
     )
     return _with_records(located, opened.records)
@@ -119,9 +120,7 @@ def _open_items(source: Source, items: Sequence[tuple[Extent, str, TensorEntry |
                 continue
             place = (extent.offset, extent.length, extent.encoding)
             opened.findings += [replace(f, where=f"{name}: {f.where}") for f in file.findings]
-            for c in file.checksums:  # a constructor: `replace` takes three times as long, and there are millions
-                labelled = StoredChecksum(c.file, c.offset, c.length, c.expected, f"{name}: {c.label}", c.encoding)
-                opened.checksums.append(labelled)
+            opened.checksums.add(name, file.checksums)
             opened.expansion.add_file(file)
         if entry is None or piece is None:
             if file.value is not None or not any(f.is_error for f in file.findings):

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpttools.containers.local_boxes import NOTE_NAME
 from ckpttools.dtypes import DType
 from ckpttools.errors import ConversionError
 from ckpttools.geometry import row_major_strides
-from ckpttools.model import ArrangedFile, ChecksumSlot, Literal, Path, PathKey, Slot, TensorSpec, render_path
+from ckpttools.model import ArrangedFile, ChecksumSlot, Frame, Literal, Path, PathKey, Slot, TensorSpec, render_path
 from ckpttools.pickles.records import Global, Object, Persistent
 from ckpttools.pickles.writer import write_pickle
 from ckpttools.placement.held import HeldTensor, TurnedTensors
@@ -109,16 +109,12 @@ def object_archive(value: object) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class TensorItem:
-    """The archive of one tensor of a dtype and shape, wherever it is put and whatever its values are.
-
-    Items of one dtype and shape differ in nothing but their values, so half a million of them share a few literals.
-    """
+    """The archive of one tensor of a dtype and shape, wherever it is put and whatever its values are."""
 
     length_bytes: int
     data_offset: int
     data_length: int
-    literals: tuple[Literal, ...]
-    checksums: tuple[ChecksumSlot, ...]
+    frame: Frame
 
     @classmethod
     def of(cls, dtype: DType, shape: tuple[int, ...]) -> TensorItem:
@@ -126,15 +122,12 @@ class TensorItem:
         spec = TensorSpec("", dtype, shape)
         file = arrange_archive("", tensor_record(spec, "0"), {"0": spec})
         (slot,) = file.slots
-        return cls(file.length_bytes, slot.offset, slot.length, _merged(file.literals, slot.offset), file.checksums)
-
-    def literals_at(self, base: int) -> Iterator[Literal]:
-        """Its literals when it starts at byte `base`."""
-        return (Literal(base + x.offset, x.data) for x in self.literals)
-
-    def checksums_at(self, base: int) -> Iterator[ChecksumSlot]:
-        """Its checksum slots when it starts at byte `base`."""
-        return (ChecksumSlot(base + x.offset, base + x.covers_offset, x.covers_length) for x in self.checksums)
+        literals = [Literal(x.offset - slot.offset, x.data) for x in _merged(file.literals, slot.offset)]
+        checksums = [ChecksumSlot(x.offset - slot.offset, x.covers_offset - slot.offset, x.covers_length) for x in file.checksums]
+        before = tuple(x for x in literals if x.offset < 0)
+        after: list[Literal | ChecksumSlot] = [*(x for x in literals if x.offset >= 0), *checksums]
+        after.sort(key=lambda x: x.offset)
+        return cls(file.length_bytes, slot.offset, slot.length, Frame(before, tuple(after)))
 
 
 def _merged(literals: Sequence[Literal], place: int) -> tuple[Literal, ...]:

@@ -46,13 +46,12 @@ def _power_of_x(exponent: int) -> int:
 def known_runs(file: PlannedFile, i: int, segments: Mapping[Place, SegmentRecord]) -> Iterator[tuple[int, bytes]]:
     """(offset, bytes) of the literals and checksums of the `i`-th file, neighbours joined."""
     start, run = 0, bytearray()
-    values = checksum_values(file, i, segments)
     for segment in file.segments:
         data = None
         if isinstance(segment, Literal):
             data = segment.data
         elif isinstance(segment, ChecksumSlot):
-            data = values[segment.offset].to_bytes(4, "little")
+            data = checksum_value(file, i, segment, segments).to_bytes(4, "little")
         if data is None or start + len(run) != segment.offset or len(run) >= _RUN_BYTES:
             if run:
                 yield start, bytes(run)
@@ -62,25 +61,17 @@ def known_runs(file: PlannedFile, i: int, segments: Mapping[Place, SegmentRecord
         yield start, bytes(run)
 
 
-def checksum_values(file: PlannedFile, i: int, segments: Mapping[Place, SegmentRecord]) -> dict[int, int]:
-    """Offset of every checksum slot of the `i`-th file -> its value. A checksum may cover earlier ones."""
-    values: dict[int, int] = {}
-    for checksum in file.checksums:
-        values[checksum.offset] = checksum_value(file, i, checksum, segments, values)
-    return values
+def checksum_value(file: PlannedFile, i: int, checksum: ChecksumSlot, segments: Mapping[Place, SegmentRecord]) -> int:
+    """The CRC-32 of the segments under a checksum of the `i`-th file, given the records of the copied ones.
 
-
-def checksum_value(
-    file: PlannedFile, i: int, checksum: ChecksumSlot, segments: Mapping[Place, SegmentRecord], values: Mapping[int, int]
-) -> int:
-    """The CRC-32 of the segments under one checksum, given the records of the copied ones and earlier checksums."""
+    A checksum may cover earlier ones, which are computed anew: few do, and a file may have millions.
+    """
     crc = 0
-    for j in file.covered(checksum):
-        segment = file.segments[j]
+    for j, segment in file.walk(checksum.covers_offset, checksum.covers_offset + checksum.covers_length):
         if isinstance(segment, Literal):
             crc = zlib.crc32(segment.data, crc)
         elif isinstance(segment, ChecksumSlot):
-            crc = zlib.crc32(values[segment.offset].to_bytes(4, "little"), crc)
+            crc = zlib.crc32(checksum_value(file, i, segment, segments).to_bytes(4, "little"), crc)
         elif segment_length(segment):
             of_segment = segments[i, j].crc
             if of_segment is None:

@@ -12,12 +12,12 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import astuple
+from dataclasses import astuple, dataclass, field
 
 from ckpttools import __version__
 from ckpttools.cast import CastCounts
 from ckpttools.errors import StorageError
-from ckpttools.execute.records import Records, SegmentRecord, TensorRecord
+from ckpttools.execute.records import Records, SegmentRecord, SegmentTable, TensorRecord
 from ckpttools.plan import Plan
 from ckpttools.storage.target import Target
 
@@ -25,13 +25,14 @@ _FORMAT = 2
 _MIN_BATCH_BYTES = 256 << 20
 _BATCHES = 64
 """Flushing every file that was touched has a cost per file, so a run is cut into this many batches at most."""
+_APPENDED_LINES = 256
 
 
 def resume(plan: Plan, target: Target, algorithm: str) -> Records:
     """What an earlier run of the same plan has on disk. Work of any other plan is thrown away."""
     header = json.dumps({"ckpttools-journal": _FORMAT, "version": __version__, "plan": plan.fingerprint, "algorithm": algorithm})
     lines = target.journal_lines()
-    records = Records()
+    records = Records(SegmentTable())
     if not lines or lines[0] != header:
         target.start_journal(header)
         return records
@@ -53,9 +54,9 @@ def _without_files(plan: Plan, records: Records, lost: set[int]) -> Records:
     if not lost:
         return records
     broken = {name for name, t in plan.tensors.items() if any(placed.file in lost for placed in t.slots)}
-    places = {(placed.file, placed.segment) for name in broken for placed in plan.tensors[name].slots}
+    places = {(placed.file, placed.number) for name in broken for placed in plan.tensors[name].slots}
     return Records(
-        {place: r for place, r in records.segments.items() if place[0] not in lost and place not in places},
+        SegmentTable({place: r for place, r in records.segments.items() if place[0] not in lost and place not in places}),
         {name: r for name, r in records.tensors.items() if name not in broken},
         records.files - lost - {i for i, _ in places},
     )
@@ -74,8 +75,7 @@ class Journal:
         self._sync = sync
         self._batch_bytes = max(_MIN_BATCH_BYTES, plan.bytes_written // _BATCHES) if sync else 0
         self._lock = threading.Lock()
-        self._pending: list[Records] = []
-        self._pending_bytes = 0
+        self._pending = _Batch()
         self._flusher = ThreadPoolExecutor(1, "ckpttools-flush")
         self._flushing: Future[None] | None = None
         self.records = records
@@ -85,9 +85,10 @@ class Journal:
         """Take the records of finished work that wrote so many bytes. Raises StorageError when flushing failed."""
         with self._lock:
             self.records.add(records)
-            self._pending.append(records)
-            self._pending_bytes += length_bytes
-            if self._pending_bytes < self._batch_bytes or (self._flushing is not None and not self._flushing.done()):
+            self._pending.lines.append(_render(records))
+            self._pending.touched |= records.touched
+            self._pending.length_bytes += length_bytes
+            if self._pending.length_bytes < self._batch_bytes or (self._flushing is not None and not self._flushing.done()):
                 return
             failed = self._flushing
             self._flushing = self._flusher.submit(self._write, self._take())
@@ -117,17 +118,26 @@ class Journal:
         """Return when nothing is being written any more; what was not flushed is forgotten."""
         self._flusher.shutdown()
 
-    def _take(self) -> list[Records]:
-        batch, self._pending, self._pending_bytes = self._pending, [], 0
+    def _take(self) -> _Batch:
+        batch, self._pending = self._pending, _Batch()
         return batch
 
-    def _write(self, batch: list[Records]) -> None:
-        if not batch:
-            return
+    def _write(self, batch: _Batch) -> None:
         if self._sync is not None:
-            for i in sorted(set().union(*(records.touched for records in batch))):
+            for i in sorted(batch.touched):
                 self._sync(self._plan.files[i].path)
-        self._target.append_journal("\n".join(map(_render, batch)))
+        for start in range(0, len(batch.lines), _APPENDED_LINES):
+            self._target.append_journal("\n".join(batch.lines[start : start + _APPENDED_LINES]))
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Lines that are not written yet; as text, which takes a fraction of the records' memory."""
+
+    lines: list[str] = field(default_factory=list)
+    touched: set[int] = field(default_factory=set)
+    """Positions of the files whose bytes they speak of."""
+    length_bytes: int = 0
 
 
 def _render(records: Records) -> str:

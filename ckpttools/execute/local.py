@@ -33,7 +33,6 @@ class LocalWriter:
         self._target = target
         self._crew = crew
         self._journal = journal
-        self._summed = {(i, j) for i, file in enumerate(plan.files) for c in file.checksums for j in file.covered(c)}
 
     def close(self) -> None:
         """Let go of the journal, whatever happened."""
@@ -54,7 +53,7 @@ class LocalWriter:
         for tensor in sorted(large, key=lambda t: -t.source.spec.length_bytes):
             yield partial(self._copy, [tensor])
         for i in files:
-            for j, segment in enumerate(self._plan.files[i].segments):
+            for j, segment in enumerate(self._plan.files[i].copied):
                 if isinstance(segment, Carry) and (i, j) not in done.segments:
                     yield partial(self._carry, (i, j), segment)
         small = (t for t in waiting if t.source.spec.length_bytes < _LARGE_BYTES)
@@ -63,7 +62,7 @@ class LocalWriter:
     def _copy(self, tensors: Sequence[PlannedTensor], flow: Flow) -> None:
         records = Records()
         for tensor in tensors:
-            places = [(placed.file, placed.segment) for placed in tensor.slots]
+            places = [(placed.file, placed.number) for placed in tensor.slots]
             sinks = [
                 (placed.slot.box, self._sink(place, placed.slot.offset, flow))
                 for place, placed in zip(places, tensor.slots, strict=True)
@@ -78,8 +77,8 @@ class LocalWriter:
         self._journal.add(Records({place: sink.record}), carry.length)
 
     def _sink(self, place: Place, offset: int, flow: Flow) -> Sink:
-        write = partial(self._target.write, self._plan.files[place[0]].path)
-        return Sink(write, offset, flow.new_hasher(), with_crc=place in self._summed)
+        file = self._plan.files[place[0]]
+        return Sink(partial(self._target.write, file.path), offset, flow.new_hasher(), with_crc=bool(file.is_summed[place[1]]))
 
     def _complete(self, i: int, flow: Flow) -> None:
         """Write what does not come from the source, now that the checksums are known, and bring the file to disk."""

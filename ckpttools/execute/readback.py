@@ -10,7 +10,7 @@ from ckpttools.execute.checksums import known_runs
 from ckpttools.execute.crew import Crew
 from ckpttools.execute.flow import Flow
 from ckpttools.execute.records import Place, SegmentRecord
-from ckpttools.plan import Plan, segment_length
+from ckpttools.plan import Plan
 from ckpttools.storage.target import Target
 
 _TASK_BYTES = 64 << 20
@@ -39,9 +39,9 @@ def _groups(plan: Plan, i: int) -> Iterator[list[Place]]:
     """The copied segments of a file, in runs that are worth a task."""
     group: list[Place] = []
     group_bytes = 0
-    for j in plan.files[i].copied:
+    for j, segment in enumerate(plan.files[i].copied):
         group.append((i, j))
-        group_bytes += segment_length(plan.files[i].segments[j])
+        group_bytes += segment.length
         if group_bytes >= _TASK_BYTES:
             yield group
             group, group_bytes = [], 0
@@ -53,8 +53,8 @@ def _check_copied(
     plan: Plan, target: Target, segments: Mapping[Place, SegmentRecord], places: Sequence[Place], flow: Flow
 ) -> None:
     for i, j in places:
-        file, segment = plan.files[i], plan.files[i].segments[j]
-        length, done = segment_length(segment), 0
+        file, segment = plan.files[i], plan.files[i].copied[j]
+        length, done = segment.length, 0
         hasher = flow.new_hasher()
         while done < length:
             flow.require_going()

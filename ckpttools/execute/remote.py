@@ -44,35 +44,33 @@ class RemoteWriter:
     def _upload(self, i: int, flow: Flow) -> None:
         file = self._plan.files[i]
         records = Records(files={i})
-        summed = {j for checksum in file.checksums for j in file.covered(checksum)}
-        sums: dict[int, int] = {}
         with self._target.append(file.path, file.length_bytes) as append:
 
             def write(_offset: int, data: memoryview) -> None:
                 append(data)
 
-            for j, segment in enumerate(file.segments):
+            for j, segment in file.walk():
                 flow.require_going()
                 if isinstance(segment, Literal):
                     append(memoryview(segment.data))
                     flow.progress(len(segment.data))
                 elif isinstance(segment, ChecksumSlot):
-                    sums[segment.offset] = checksum_value(file, i, segment, records.segments, sums)
-                    append(memoryview(sums[segment.offset].to_bytes(4, "little")))
+                    append(memoryview(checksum_value(file, i, segment, records.segments).to_bytes(4, "little")))
                     flow.progress(4)
                 else:
-                    self._copy(i, j, write, records, flow, with_crc=j in summed)
+                    self._copy(i, j, write, records, flow)
         self._journal.add(records, file.length_bytes)
 
-    def _copy(self, i: int, j: int, write: Write, records: Records, flow: Flow, *, with_crc: bool) -> None:
-        segment = self._plan.files[i].segments[j]
-        sink = Sink(write, segment.offset, flow.new_hasher(), with_crc=with_crc)
+    def _copy(self, i: int, j: int, write: Write, records: Records, flow: Flow) -> None:
+        file = self._plan.files[i]
+        segment = file.copied[j]
+        sink = Sink(write, segment.offset, flow.new_hasher(), with_crc=bool(file.is_summed[j]))
         if isinstance(segment, Slot):
             tensor = self._plan.tensors[segment.tensor]
             record = flow.copy(tensor, [(segment.box, sink)], segment.box)
             if len(tensor.slots) == 1:
                 records.tensors[tensor.name] = record
-        elif not isinstance(segment, Literal | ChecksumSlot):
+        else:
             flow.carry(segment.source_file, segment.source_offset, segment.length, sink)
         records.segments[i, j] = sink.record
 

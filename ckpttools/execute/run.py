@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from ckpttools.dtypes import DType
@@ -18,13 +18,13 @@ from ckpttools.execute.records import Executed, Records, summarise
 from ckpttools.execute.remote import RemoteWriter
 from ckpttools.execute.space import require_space
 from ckpttools.gather import Watch
-from ckpttools.plan import Plan, PlannedTensor, segment_length
+from ckpttools.plan import Plan, PlannedTensor
 from ckpttools.storage.local_target import LocalTarget
 from ckpttools.storage.source import Source
 from ckpttools.storage.standing import StandingTarget
 from ckpttools.storage.upload import UrlTarget
 
-Finish = Callable[[Executed], Mapping[str, bytes]]
+Finish = Callable[[Executed], Mapping[str, Iterable[bytes]]]
 """Path -> content of small files to add to the output once all digests are known: the seal."""
 
 
@@ -72,8 +72,8 @@ def run(
         ending.callback(target.close)
         target.begin(overwrite=overwrite, sources=plan.roots or (plan.source,))
         records = _resume(plan, target, algorithm)
-        resumed = Records(dict(records.segments), dict(records.tensors), set(records.files))
-        report(sum(segment_length(plan.files[i].segments[j]) for i, j in resumed.segments))
+        resumed = records.copy()
+        report(sum(plan.files[i].copied[j].length for i, j in resumed.segments))
         share_bytes = memory_bytes // jobs // 2  # the other half is for casts, scattered slots and uploads
         flow = partial(Flow, source, algorithm=algorithm, stop=stop, progress=report, watch=watch, roundings=roundings)
         flows = [flow(memory_bytes=share_bytes) for _ in range(jobs)]
@@ -137,7 +137,7 @@ def _phases(plan: Plan) -> Iterator[tuple[Sequence[int], Sequence[PlannedTensor]
     yield sorted(committing), [t for t in plan.tensors.values() if t.name in late]
 
 
-def _add_files(plan: Plan, target: LocalTarget | UrlTarget | StandingTarget, files: Mapping[str, bytes]) -> None:
+def _add_files(plan: Plan, target: LocalTarget | UrlTarget | StandingTarget, files: Mapping[str, Iterable[bytes]]) -> None:
     taken = {file.path for file in plan.files}
     for path, data in files.items():
         if path in taken:

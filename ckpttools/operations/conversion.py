@@ -7,7 +7,7 @@ read back and sealed before it gets its name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpttools.cast import CastCounts
@@ -24,7 +24,7 @@ from ckpttools.operations.prove import SourceProof
 from ckpttools.operations.replicas import REPLICA_HINT
 from ckpttools.operations.select import Selection
 from ckpttools.plan import Plan
-from ckpttools.seals import Seal, SealedFile, SealedPiece, render_seal
+from ckpttools.seals import Seal, SealedFile, render_seal
 from ckpttools.storage.local_target import LocalTarget
 from ckpttools.storage.source import exists, is_url, open_source
 from ckpttools.storage.standing import OtherwiseError, StandingTarget
@@ -145,7 +145,7 @@ def _finisher(
 ) -> Finish:
     """What is done when all is written and (on a local disk) nothing is visible yet: prove the source, read, and seal."""
 
-    def finish(executed: Executed) -> dict[str, bytes]:
+    def finish(executed: Executed) -> dict[str, Iterator[bytes]]:
         read = [(conversion.plan.tensors[t.spec.name].source.name, t) for t in executed.tensors]
         proof.require({n: t.source_digest for n, t in read}, {n: t.rounded_digest for n, t in read if t.rounded_digest})
         if isinstance(target, LocalTarget):
@@ -214,9 +214,6 @@ def companions(snapshot: Snapshot) -> list[FileEntry]:
 def _seal(conversion: Conversion, snapshot: Snapshot, executed: Executed, inner: Sequence[TensorDigest]) -> Seal:
     """The seal of what was written: digests as they were computed on the way, so nothing is read again."""
     tensors = (*(TensorDigest.of(t.spec, t.digest) for t in executed.tensors), *inner)
-    pieces = {
-        t.spec.name: tuple(SealedPiece(s.file, s.offset, s.length, s.box, s.digest) for s in t.slots) for t in executed.tensors
-    }
     files = [SealedFile(f.path, f.length_bytes, _literal_digest(f)) for f in conversion.arrangement.files]
     arranged = {f.path for f in conversion.arrangement.files}
     files += [SealedFile(c.file, c.length, c.digest) for c in executed.carries if c.file not in arranged]
@@ -233,7 +230,7 @@ def _seal(conversion: Conversion, snapshot: Snapshot, executed: Executed, inner:
     if conversion.replicas:
         origin["replicas"] = dict(conversion.replicas)
     step = snapshot.checkpoint.step
-    return Seal(executed.algorithm, tensors, pieces, tuple(files), conversion.arrangement.layout, step, aliases, origin)
+    return Seal(executed.algorithm, tensors, executed.pieces, tuple(files), conversion.arrangement.layout, step, aliases, origin)
 
 
 def _literal_digest(file: ArrangedFile) -> str:

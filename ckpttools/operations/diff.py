@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from threading import local
 
-from ckpttools.checksums import ChecksumIndex, ChecksumWatch
+from ckpttools.checksums import ChecksumIndex, ChecksumWatch, ChosenChecksums
 from ckpttools.containers.copies import with_roots
 from ckpttools.errors import ConversionError, FindingsError, NotRecognisedError, StorageError, UsageError
 from ckpttools.findings import ERROR, WARNING, Finding
@@ -181,7 +181,7 @@ class _Side:
         stored = self.checkpoint.checksums
         index = ChecksumIndex(stored)
         needed = {n for t in tensors for p in t.pieces if (n := index.holding(p.extent)) is not None}
-        self._watch = ChecksumWatch(stored[n] for n in sorted(needed))
+        self._watch = ChecksumWatch(ChosenChecksums(stored, sorted(needed)))
 
     def tiles(self, gather: Gather, entry: TensorEntry, tile_bytes: int) -> Iterator[memoryview]:
         """The values of a tensor. Raises _UnreadError, and a finding says why."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ckpttools.checksums import ChecksumIndex, ChecksumWatch
+from ckpttools.checksums import ChecksumIndex, ChecksumWatch, ChosenChecksums
 from ckpttools.containers.copies import compare_rest, with_roots
 from ckpttools.digest import TensorDigest
 from ckpttools.dtypes import DType
@@ -52,7 +52,7 @@ class SourceProof:
         index = ChecksumIndex(stored)
         needed = {n for t in tensors for p in t.pieces if (n := index.holding(p.extent)) is not None}
         needed |= {n for o in objects if o.extent is not None for n in index.inside(o.extent)}
-        self._needed = tuple(stored[n] for n in sorted(needed))
+        self._needed = ChosenChecksums(stored, sorted(needed))
         self._checksums = ChecksumWatch(self._needed)
 
     def watch(self, file: str, encoding: Encoding | None, offset: int, view: memoryview) -> None:

@@ -6,13 +6,14 @@ last and its CRC-32 falls out of the reads that the digests need. A record that 
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import local
 
-from ckpttools.checksums import ChecksumIndex, ChecksumWatch
+from ckpttools.checksums import ChecksumIndex, ChecksumWatch, ChosenChecksums
 from ckpttools.digest import Hasher, TensorDigest, new_hasher
 from ckpttools.dtypes import DType
 from ckpttools.errors import FindingsError, StorageError
@@ -22,8 +23,6 @@ from ckpttools.model import Box, Checkpoint, Extent, Piece, StoredChecksum, Tens
 from ckpttools.operations.values import ValueReport, count_unusual
 from ckpttools.rounding import RoundedDigest, check_roundings, is_rounding
 from ckpttools.storage.source import Source
-
-_STALE = "none needed; the copy that training reads was taken"
 
 _STALE = "none needed; the copy that training reads was taken"
 
@@ -89,20 +88,21 @@ def scan(
     pairs = _pairs(checkpoint, chosen) if roundings else []
     rounded = {m.name: w.spec.dtype for w, m in pairs if is_rounding(m.spec.dtype, w.spec.dtype)}
     want = _Want(algorithm, pieces, checksums, replicas, values, rounded)
-    groups = _groups(chosen, checkpoint.checksums if checksums else ())
+    stored = checkpoint.checksums if checksums else ()
+    groups = _groups(chosen, stored)
     threads = local()
 
     def run(batch: Sequence[_Group]) -> Scan:
         if not hasattr(threads, "gather"):
             threads.gather = Gather(source, memory_bytes=memory_bytes // max(jobs, 1))
-        worker = _Worker(source, threads.gather, want, progress)
+        worker = _Worker(source, threads.gather, want, stored, progress)
         for group in batch:
             worker.run(group)
         return worker.result
 
     result = Scan()
     with ThreadPoolExecutor(max(jobs, 1)) as pool:
-        for part in pool.map(run, _batches(groups)):
+        for part in pool.map(run, _batches(groups, stored)):
             result.digests.update(part.digests)
             result.piece_digests.update(part.piece_digests)
             result.rounded_digests.update(part.rounded_digests)
@@ -125,13 +125,15 @@ class _Group:
     """Tensors and checksums that one thread handles together, because they share stored bytes."""
 
     tensors: list[TensorEntry] = field(default_factory=list)
-    checksums: list[StoredChecksum] = field(default_factory=list)
+    checksums: array[int] = field(default_factory=lambda: array("Q"))
+    """By their numbers."""
 
-    @property
-    def place(self) -> tuple[str, int]:
-        extent = self.tensors[0].pieces[0].extent if self.tensors and self.tensors[0].pieces else None
-        first = extent or (self.checksums[0] if self.checksums else None)
-        return (first.file, _position(first)) if first else ("", 0)
+    def place(self, stored: Sequence[StoredChecksum]) -> tuple[str, int]:
+        """Where it begins."""
+        first: Extent | StoredChecksum | None = next((t.pieces[0].extent for t in self.tensors[:1] if t.pieces), None)
+        if first is None and self.checksums:
+            first = stored[self.checksums[0]]
+        return (first.file, _position(first)) if first is not None else ("", 0)
 
 
 def _position(place: Extent | StoredChecksum) -> int:
@@ -158,19 +160,19 @@ def _groups(tensors: Sequence[TensorEntry], checksums: Sequence[StoredChecksum])
     for number, checksum in enumerate(checksums):
         root = union.root(len(tensors) + number)
         group = groups[root] if root in groups else loose[checksum.file]
-        group.checksums.append(checksum)
+        group.checksums.append(number)
     for group in groups.values():
         group.tensors.sort(key=lambda t: [(p.extent.file, p.extent.offset) for p in t.pieces[:1]])
-    return sorted((*groups.values(), *loose.values()), key=lambda g: g.place)
+    return sorted((*groups.values(), *loose.values()), key=lambda g: g.place(checksums))
 
 
-def _batches(groups: Sequence[_Group]) -> Iterator[list[_Group]]:
+def _batches(groups: Sequence[_Group], stored: Sequence[StoredChecksum]) -> Iterator[list[_Group]]:
     """Groups in their order, small ones together: handing a piece of work to a thread costs more than hashing a bias."""
     batch: list[_Group] = []
     length_bytes = 0
     for group in groups:
         batch.append(group)
-        length_bytes += sum(t.spec.length_bytes for t in group.tensors) + sum(c.length for c in group.checksums)
+        length_bytes += sum(t.spec.length_bytes for t in group.tensors) + sum(stored[n].length for n in group.checksums)
         if length_bytes >= _BATCH_BYTES or len(batch) >= _BATCH_GROUPS:
             yield batch
             batch, length_bytes = [], 0
@@ -182,7 +184,7 @@ class _Union:
     """Disjoint sets of numbers."""
 
     def __init__(self, count: int) -> None:
-        self._parent = list(range(count))
+        self._parent = array("Q", range(count))
 
     def root(self, i: int) -> int:
         while self._parent[i] != i:
@@ -202,9 +204,11 @@ class _Worker:
         source: Source,
         gather: Gather,
         want: _Want,
+        stored: Sequence[StoredChecksum],
         progress: Progress | None,
     ) -> None:
         self._source = source
+        self._stored = stored
         self._gather = gather
         self._want = want
         self._progress = progress
@@ -213,7 +217,7 @@ class _Worker:
 
     def run(self, group: _Group) -> None:
         """Handle a group; what it brought to light is in `result`."""
-        self._checksums = ChecksumWatch(group.checksums)
+        self._checksums = ChecksumWatch(ChosenChecksums(self._stored, group.checksums))
         known: dict[object, str] = {}
         for entry in group.tensors:
             identity = (entry.spec.dtype, entry.spec.shape, entry.pieces)

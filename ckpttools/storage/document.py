@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 
 from ckpttools.errors import DestinationError
 from ckpttools.storage.source import filesystem, is_url, local_path, storage_error
 from ckpttools.storage.store_errors import store_error_types
 
 
-def write_document(location: str, data: bytes, *, is_overwriting: bool = False) -> None:
-    """Put `data` at a location: built beside it, on disk before it gets its name. Mode as the umask says.
+def write_document(location: str, data: Iterable[bytes], *, is_overwriting: bool = False) -> None:
+    """Put stretches of data at a location: built beside it, on disk before it gets its name. Mode as the umask says.
 
     Raises: DestinationError: when something is there and may not be replaced. StorageError: when it cannot be written.
     """
@@ -27,7 +28,7 @@ def write_document(location: str, data: bytes, *, is_overwriting: bool = False) 
         with contextlib.ExitStack() as undo:
             undo.callback(_remove, partial)
             with open(fd, "wb") as file:
-                file.write(data)
+                file.writelines(data)
                 file.flush()
                 os.fsync(fd)
             os.replace(partial, location)
@@ -46,12 +47,12 @@ def _remove(path: str) -> None:
         os.unlink(path)
 
 
-def _put_object(location: str, data: bytes, *, is_overwriting: bool) -> None:
+def _put_object(location: str, data: Iterable[bytes], *, is_overwriting: bool) -> None:
     """An object store shows an object when it is whole."""
     fs, path = filesystem(location)
     try:
         if not is_overwriting and fs.exists(path):
             raise DestinationError("an object is there already", where=location, hints=["pass --overwrite to replace it"])
-        fs.pipe_file(path, data)
+        fs.pipe_file(path, b"".join(data))
     except store_error_types() as e:
         raise storage_error(e, location) from e

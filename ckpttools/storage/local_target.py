@@ -14,7 +14,7 @@ import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from ckpttools.errors import DestinationError, DestinationExistsError, LockedError, StorageError
 from ckpttools.storage.source import is_url, local_path, storage_error
@@ -253,7 +253,7 @@ class LocalTarget:
         except OSError as e:
             raise storage_error(e, self._named(path), offset + done) from e
 
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: Iterable[bytes]) -> None:
         """See `Target.put`. Beside a single file the further one goes into the same directory."""
         beside = os.path.join(self._parent, path)
         if self.is_file and (path == self._name or (os.path.lexists(beside) and not self._overwrite)):
@@ -263,7 +263,7 @@ class LocalTarget:
             os.makedirs(os.path.dirname(built), exist_ok=True)
             fd = os.open(built, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             with open(fd, "wb") as file:
-                file.write(data)
+                file.writelines(data)
                 file.flush()
                 os.fsync(fd)
 

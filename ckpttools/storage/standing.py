@@ -74,14 +74,19 @@ class StandingTarget:
         source, name = self._opened(path)
         source.read_into(name, offset, buffer)
 
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: Iterable[bytes]) -> None:
         """See `Target.put`; a further file lies in the directory, or beside a single file."""
         location = self.location.rstrip("/").rpartition("/")[0] or "." if self.is_file else self.location
         try:
             source, name = self._seen.setdefault(path, open_source(f"{location}/{path}"))
         except NotFoundError as e:
             raise OtherwiseError(f"no {path}") from e
-        if not name or source.listing().length_bytes(name) != len(data) or read(source, name, 0, len(data)) != data:
+        length_bytes, done = source.listing().length_bytes(name) if name else -1, 0
+        for stretch in data:
+            if done + len(stretch) > length_bytes or read(source, name, done, len(stretch)) != stretch:
+                raise OtherwiseError(f"{path} is another one")
+            done += len(stretch)
+        if done != length_bytes:
             raise OtherwiseError(f"{path} is another one")
 
     def commit(self) -> None:

@@ -6,7 +6,7 @@ gets its final key and the commit record comes last (`upload`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from ckpttools.storage.local_target import LocalTarget
@@ -50,8 +50,8 @@ class Target(Protocol):
         """Fill `buffer` with what was written to an output file. Raises StorageError when it has fewer bytes."""
         ...
 
-    def put(self, path: str, data: bytes) -> None:
-        """Write a small further file."""
+    def put(self, path: str, data: Iterable[bytes]) -> None:
+        """Write a further file, a stretch after the other."""
         ...
 
     def commit(self) -> None:

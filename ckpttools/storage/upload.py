@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ckpttools.errors import DestinationError, DestinationExistsError, StorageError
@@ -158,11 +158,11 @@ class UrlTarget:
             raise StorageError("an output file is shorter than what was written to it", where=where)
         buffer[:] = data
 
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: Iterable[bytes]) -> None:
         """See `Target.put`. Beside a single file the further one goes under the same prefix."""
         key = f"{self._root.rpartition('/')[0]}/{path}" if self.is_file else self._key(path)
         with _store_errors(self._named(path)):
-            self._fs.pipe_file(key, data)
+            self._fs.pipe_file(key, b"".join(data))
 
     def commit(self) -> None:
         """See `Target.commit`. All is in place already, the commit record last; the journal goes."""

@@ -51,7 +51,8 @@ def plan_of(case: Case) -> Plan:
 
 
 def carry_out(case: Case, plan: Plan, destination: Path, *, is_file: bool = False, **options) -> Executed:
-    return run(plan, case.source, open_target(str(destination), is_file=is_file), finish=lambda _: SEAL, **options)
+    target, seal = open_target(str(destination), is_file=is_file), {path: [data] for path, data in SEAL.items()}
+    return run(plan, case.source, target, finish=lambda _: seal, **options)
 
 
 @pytest.fixture(autouse=True)

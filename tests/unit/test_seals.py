@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ckpttools.digest import TensorDigest
 from ckpttools.model import Box
-from ckpttools.seals import Seal, SealedFile, SealedPiece, SealError, parse_seal, render_seal
+from ckpttools.seals import Seal, SealedFile, SealedPiece, SealError, parse_seal
+from ckpttools.seals import render_seal as stretches_of
 from tests import strategies
 
 DIGEST = "ab" * 32
@@ -39,6 +40,11 @@ def seals(draw) -> Seal:
 def sealed_pieces(draw, shape) -> SealedPiece:
     offset, length = draw(st.integers(0, 2**50)), draw(st.integers(0, 2**50))
     return SealedPiece(draw(names), offset, length, draw(strategies.boxes_in(shape)), draw(digests))
+
+
+def render_seal(seal: Seal) -> bytes:
+    """The document as a whole."""
+    return b"".join(stretches_of(seal))
 
 
 SEAL = Seal(

@@ -46,7 +46,7 @@ def test_a_directory_appears_with_all_its_files(tmp_path):
 
 def test_a_single_file_appears_under_its_name_whatever_the_plan_calls_it(tmp_path):
     target = write(begin(tmp_path / "m.safetensors", is_file=True), {"model.safetensors": b"abc"})
-    target.put("m.safetensors.seal", b"seal")
+    target.put("m.safetensors.seal", [b"seal"])
     target.commit()
     target.close()
     assert files_in(tmp_path) == {"m.safetensors": b"abc", "m.safetensors.seal": b"seal"}
@@ -250,7 +250,7 @@ def test_modes_follow_the_umask(tmp_path, umask, file_mode, directory_mode):
     before = os.umask(umask)
     try:
         target = write(begin(tmp_path / "out"), {"sub/f": b"x"})
-        target.put("seal", b"x")
+        target.put("seal", [b"x"])
         target.commit()
         target.close()
     finally:
@@ -323,7 +323,7 @@ def test_a_file_beside_a_single_file_is_replaced_only_when_asked(tmp_path):
     (tmp_path / "m.seal").write_bytes(b"old")
     target = write(begin(tmp_path / "m", is_file=True), {"m": b"x"})
     with pytest.raises(DestinationError, match="a file of this name exists"):
-        target.put("m.seal", b"new")
+        target.put("m.seal", [b"new"])
     target.close()
     assert (tmp_path / "m.seal").read_bytes() == b"old"
 
@@ -372,7 +372,7 @@ def test_files_get_their_final_keys_and_the_journal_goes(memory):
     upload(target, {"a.bin": b"abc", "sub/b": b"de"})
     target.append_journal("done")
     assert len(memory.find("/bucket/.out.ckpttools-partial")) == 2
-    target.put("seal", b"s")
+    target.put("seal", [b"s"])
     target.commit()
     assert contents(memory) == {"/bucket/out/a.bin": b"abc", "/bucket/out/sub/b": b"de", "/bucket/out/seal": b"s"}
 
@@ -381,7 +381,7 @@ def test_a_single_key(memory):
     target = open_url("memory://bucket/m.safetensors", is_file=True)
     target.start_journal("header")
     upload(target, {"model.safetensors": b"abc"})
-    target.put("m.safetensors.seal", b"s")
+    target.put("m.safetensors.seal", [b"s"])
     target.commit()
     assert contents(memory) == {"/bucket/m.safetensors": b"abc", "/bucket/m.safetensors.seal": b"s"}
 
