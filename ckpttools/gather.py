@@ -8,7 +8,8 @@ a scatter in memory, and each source byte is read once. Read `Gather.stream` and
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from ckpttools.average import Averager
 from ckpttools.dtypes import DType
 from ckpttools.errors import ConversionError, FindingsError
 from ckpttools.findings import Finding
-from ckpttools.geometry import BoxIndex, is_row_major, is_tiled, row_major_strides, span_elements, tiles
+from ckpttools.geometry import BoxIndex, factored, is_row_major, is_tiled, row_major_strides, span_elements, tiles
 from ckpttools.model import VOID, Box, Encoding, Extent, Piece, TensorEntry
 from ckpttools.storage.buffer import Buffer
 from ckpttools.storage.decoding import DecodedStream
@@ -78,7 +79,8 @@ class Gather:
             self._read_into(entry.pieces[0].extent, 0, view)
             yield view
             return
-        box = box or entry.spec.box
+        if box in (None, entry.spec.box):  # row-major in one shape is row-major in the other, and tiles are what pieces are
+            entry, box = entry.counted, entry.counted.spec.box
         index = BoxIndex([p.box for p in entry.pieces])
         item_bytes = entry.spec.dtype.item_bytes
         most_bytes = tile_bytes or self.tile_bytes(entry)
@@ -86,28 +88,32 @@ class Gather:
         if copies:  # each copy of a tile is held as float64 until the mean is taken
             most_bytes //= 8 * (1 + copies)
         for tile in tiles(box, max(1, most_bytes // item_bytes)):
-            hits = [(entry.pieces[i], shared) for i, shared in index.overlapping(tile)]
-            held = sum(shared.volume for _, shared in hits)
-            if held != tile.volume or (len(hits) > 1 and not is_tiled(tile, [shared for _, shared in hits])):
-                raise _not_tiled(entry, tile, held)
-            yield self._read_tile(entry.spec.dtype, tile, hits)
+            parts = []
+            for part, counted in factored(tile, entry.factors):
+                hits = [(entry.pieces[i], shared) for i, shared in index.overlapping(counted)]
+                held = sum(shared.volume for _, shared in hits)
+                if held != part.volume or (len(hits) > 1 and not is_tiled(counted, [shared for _, shared in hits])):
+                    raise _not_tiled(entry, part, held)
+                parts.append(_Part(part, counted, hits))
+            yield self._read_tile(entry.spec.dtype, tile, parts)
 
-    def _read_tile(self, dtype: DType, tile: Box, hits: list[tuple[Piece, Box]]) -> memoryview:
-        """One tile, put together from the pieces that overlap it."""
+    def _read_tile(self, dtype: DType, tile: Box, parts: Sequence[_Part]) -> memoryview:
+        """One tile, put together from the pieces that overlap its parts."""
         view = self._tile.view(tile.volume * dtype.item_bytes)
-        if len(hits) == 1 and _is_plain_run(hits[0][0], tile):
+        first, hits = parts[0], parts[0].hits
+        if first.counted is tile and len(hits) == 1 and _is_plain_run(hits[0][0], tile):
             self._read_into(hits[0][0].extent, _flat_start(hits[0][0], tile) * dtype.item_bytes, view)
             return view
         import numpy as np
 
         whole = np.frombuffer(view, _cell(dtype)).reshape(tile.sizes)
-        for piece, shared in hits:
-            window = [slice(o - t, o - t + n) for o, t, n in zip(shared.offsets, tile.offsets, shared.sizes, strict=True)]
-            where: Any = (*window, ...)  # the ellipsis keeps rank 0 an array
-            part = whole[where]
-            self._fill_logical(part, dtype, piece.extent, piece, shared)
-            if piece.mean_with:
-                part[...] = self._mean(np.ascontiguousarray(part), dtype, piece, shared)
+        for part in parts:
+            within = whole[_window(part.box, tile)].reshape(part.counted.sizes)  # dimensions are split, so this is no copy
+            for piece, shared in part.hits:
+                cells = within[_window(shared, part.counted)]
+                self._fill_logical(cells, dtype, piece.extent, piece, shared)
+                if piece.mean_with:
+                    cells[...] = self._mean(np.ascontiguousarray(cells), dtype, piece, shared)
         return view
 
     def _fill_logical(self, part: Array, dtype: DType, extent: Extent, piece: Piece, shared: Box) -> None:
@@ -189,6 +195,23 @@ class Gather:
             self._decoders[key] = DecodedStream(self._source, file, encoding)
         self._decoders.move_to_end(key)
         return self._decoders[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of a tile, and the pieces that hold it."""
+
+    box: Box
+    counted: Box
+    """The same as pieces count."""
+    hits: Sequence[tuple[Piece, Box]]
+    """Each with the box that it shares with the part, as pieces count."""
+
+
+def _window(box: Box, outer: Box) -> Any:
+    """Where a box lies in the array of another one."""
+    window = [slice(o - t, o - t + n) for o, t, n in zip(box.offsets, outer.offsets, box.sizes, strict=True)]
+    return (*window, ...)  # the ellipsis keeps rank 0 an array
 
 
 def _cell(dtype: DType) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice, pairwise, product
 from math import prod
 from operator import le, mul, sub
 from typing import TYPE_CHECKING, Any
@@ -121,6 +121,28 @@ def _range_boxes(prefix: tuple[int, ...], shape: tuple[int, ...], start: int, st
         )
     if last * row < stop:
         yield from _range_boxes((*prefix, last), shape[1:], 0, stop - last * row)
+
+
+def factored(box: Box, factors: Sequence[tuple[int, ...]]) -> Iterator[tuple[Box, Box]]:
+    """`box` in parts that are boxes, too, where dimensions are counted by several numbers: (the part, the same so counted). Pure.
+
+    The numbers of a dimension multiply to it. Without any, the only part is the box itself; a dimension of k numbers is cut into
+    at most 2 k - 1 runs.
+    """
+    if not factors:
+        yield box, box
+        return
+    runs: list[list[tuple[int, Box]]] = []
+    for start, size, own in zip(box.offsets, box.sizes, factors, strict=True):
+        found = []
+        for run in flat_range_to_boxes(own, start, start + size):
+            found.append((start, run))
+            start += run.volume
+        runs.append(found)
+    for chosen in product(*runs):
+        part = Box(tuple(start for start, _ in chosen), tuple(run.volume for _, run in chosen))
+        offsets = tuple(o for _, run in chosen for o in run.offsets)
+        yield part, Box(offsets, tuple(n for _, run in chosen for n in run.sizes))
 
 
 def tiles(box: Box, max_elements: int) -> Iterator[Box]:

@@ -7,7 +7,7 @@ these values keep are in `geometry`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from operator import add
@@ -154,11 +154,22 @@ class TensorEntry:
     fallen behind, and a difference is a warning."""
     rounded_from: str = ""
     """The name of the tensor of higher precision whose values, rounded, these must be, where the writer keeps both."""
+    factors: tuple[tuple[int, ...], ...] = ()
+    """Per dimension the numbers whose product it is, where pieces count in these: a row is (head, half, place in the half), and
+    rows in another order are one box. Empty where pieces count in the dimensions themselves, as all that are read do."""
 
     @property
     def name(self) -> str:
         """The dotted name."""
         return self.spec.name
+
+    @property
+    def counted(self) -> TensorEntry:
+        """The same values, row-major, in the shape in which the pieces count."""
+        if not self.factors:
+            return self
+        shape = tuple(n for own in self.factors for n in own)
+        return replace(self, spec=replace(self.spec, shape=shape), factors=())
 
 
 @dataclass(frozen=True, slots=True)

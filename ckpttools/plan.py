@@ -18,7 +18,7 @@ from heapq import merge
 from ckpttools.cast import require_castable
 from ckpttools.dtypes import DType
 from ckpttools.errors import ConversionError
-from ckpttools.geometry import BoxIndex, cover
+from ckpttools.geometry import BoxIndex, cover, factored
 from ckpttools.model import (
     ArrangedFile,
     Arrangement,
@@ -377,7 +377,7 @@ def _identity(plan: Plan) -> Iterator[str]:
         yield repr((source.path, source.length_bytes, source.modified_s))
     for tensor in plan.tensors.values():
         spec = tensor.source.spec
-        yield repr((tensor.name, spec.name, spec.dtype.name, spec.shape, tensor.dtype.name))
+        yield repr((tensor.name, spec.name, spec.dtype.name, spec.shape, tensor.source.factors, tensor.dtype.name))
         for piece in tensor.source.pieces:
             extents = "".join(map(_extent_identity, (piece.extent, *piece.mean_with)))
             yield f"{piece.box.offsets}{piece.box.sizes}{extents}"
@@ -425,7 +425,8 @@ def _draws(plan: Plan) -> list[dict[str, int]]:
         index = BoxIndex([p.box for p in pieces])
         for placed in tensor.slots:
             sources = drawn[placed.file]
-            for k, shared in index.overlapping(placed.slot.box):
+            counted = (box for _, box in factored(placed.slot.box, tensor.source.factors))
+            for k, shared in (hit for box in counted for hit in index.overlapping(box)):
                 file_name = pieces[k].extent.file
                 sources[file_name] = sources.get(file_name, 0) + tensor.source.spec.dtype.length_bytes(shared.volume)
     return drawn

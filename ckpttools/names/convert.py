@@ -11,6 +11,7 @@ from math import prod
 from ckpttools.errors import ConversionError
 from ckpttools.geometry import cover
 from ckpttools.model import Box, TensorEntry
+from ckpttools.names.factors import Factors
 from ckpttools.names.maps import Count, NameMap, Rule
 from ckpttools.names.moves import Made, Move, assemble
 from ckpttools.names.patterns import Pattern
@@ -18,8 +19,6 @@ from ckpttools.names.patterns import Pattern
 _MAX_NAMED = 12
 _MAX_PARTS = 1 << 20
 """Layers, experts or blocks; a tensor without elements may claim any number of them."""
-_MAX_RUNS = 1 << 22
-"""Rows that are moved one by one; a model of a trillion parameters has a tenth of it in a tensor."""
 
 
 @dataclass(frozen=True)
@@ -255,28 +254,28 @@ def _permuted(work: _Work, rule: Rule, source: TensorEntry, target: str, forward
     known = prod(_number(work, n) for n in rule.rows if n != 0)
     if rows % known or (0 not in rule.rows and rows != known):
         raise ValueError(f"{rows} rows are not counted by {list(rule.rows)}, which makes {known}")
-    if rows > _MAX_RUNS:
-        raise ValueError(f"more than {_MAX_RUNS} rows")
     sizes = [rows // known if n == 0 else _number(work, n) for n in rule.rows]
     order = list(rule.order)
     if not forward:  # the source counts in the second side's order
         sizes, order = [sizes[i] for i in order], [order.index(i) for i in range(len(order))]
-    run = sizes[-1] if order[-1] == len(order) - 1 else 1
-    outer, outer_order = (sizes[:-1], order[:-1]) if run > 1 else (sizes, order)
-    moves, others = [], shape[:1] if turned else shape[1:]
-    for index in product(*map(range, outer)):
-        start = stop = 0
-        for i, n in zip(index, outer, strict=True):
-            start = start * n + i
-        for place in outer_order:
-            stop = stop * outer[place] + index[place]
-        box = Box((start * run, *(0 for _ in others)), (run, *others))
-        axes = tuple(range(len(shape)))
-        if turned:
-            box, axes = Box(box.offsets[::-1], box.sizes[::-1]), (1, 0)
-        moves.append(Move(source.name, box, (stop * run, *(0 for _ in others)), axes))
-    made = Made(target, (rows, *others), tuple(moves))
-    return _turned(rule, target, made.shape, made.moves) if forward else made
+    others = shape[:1] if turned else shape[1:]
+    count, rest = tuple(sizes), tuple((n,) for n in others)
+    first = len(others) if turned else 0  # dimension of the source, as counted, in which its rows begin
+    own_rest = range(len(others)) if turned else range(len(sizes), len(sizes) + len(others))
+    turn = tuple(first + i for i in order)
+    is_turning = rule.transpose and forward
+    box = Box((0,) * (len(sizes) + len(others)), (*others, *sizes) if turned else (*sizes, *others))
+    move = Move(
+        source.name,
+        box,
+        (0,) * len(box.sizes),
+        (*own_rest, *turn) if is_turning else (*turn, *own_rest),
+        (*rest, count) if turned else (count, *rest),
+    )
+    after = tuple(sizes[i] for i in order)
+    if is_turning:
+        return Made(target, (*others, rows), (move,), (*rest, after))
+    return Made(target, (rows, *others), (move,), (after, *rest))
 
 
 def _turned(rule: Rule, target: str, shape: tuple[int, ...], moves: Sequence[Move]) -> Made:
@@ -342,19 +341,19 @@ def _require_layers(work: _Work, sources: Mapping[str, TensorEntry]) -> None:
 def _require_filled(work: _Work, sources: Mapping[str, TensorEntry]) -> None:
     """Targets whose elements are filled once each, and that have names of their own; sources of which all is taken."""
     names: set[str] = set()
-    taken: dict[str, list[Box]] = defaultdict(list)
+    taken: dict[tuple[str, Factors], list[Box]] = defaultdict(list)
     for made in work.made:
         if made.name in names:
             work.problems.append(f"two tensors become {made.name}")
         names.add(made.name)
         for move in made.moves:
-            taken[move.source].append(move.box)
-        covered = cover(made.shape, [m.target for m in made.moves])
+            taken[move.source, move.factors].append(move.box)
+        covered = cover(made.counted, [m.target for m in made.moves])
         if not covered.is_exact:
             work.problems.append(f"{covered.missing} elements of {made.name} {list(made.shape)} are not filled, or twice")
-    for name, boxes in taken.items():
+    for (name, factors), boxes in taken.items():
         shape = sources[name].spec.shape
-        missing = cover(shape, boxes).missing
+        missing = cover(tuple(n for own in factors for n in own) if factors else shape, boxes).missing
         if missing and not any(f"of {name}," in cut for cut in work.cut):
             work.problems.append(f"{missing} elements of {name} {list(shape)} go nowhere")
 

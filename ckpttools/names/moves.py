@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpttools.errors import ConversionError
-from ckpttools.geometry import intersect, is_row_major, row_major_strides, span_elements
+from ckpttools.geometry import intersect, row_major_strides
 from ckpttools.model import Box, Extent, Piece, TensorEntry, TensorSpec
+from ckpttools.names.factors import Factors, part_of, refactored
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +22,10 @@ class Move:
     offsets: tuple[int, ...]
     """Where the box begins in the target."""
     axes: tuple[int | None, ...]
-    """Per dimension of the target the dimension of the source that it is; None for one that the source has not, of size 1.
+    """Per dimension of the target's box the dimension of the source that it is; None for one that the source has not, of size 1.
     Dimensions of the source that are not named have size 1 in the box."""
+    factors: Factors = ()
+    """Of the source's dimensions, where the box counts in them."""
 
     @property
     def target(self) -> Box:
@@ -37,6 +40,13 @@ class Made:
     name: str
     shape: tuple[int, ...]
     moves: tuple[Move, ...]
+    factors: Factors = ()
+    """Of the target's dimensions, where the moves count in them."""
+
+    @property
+    def counted(self) -> tuple[int, ...]:
+        """The shape in which the moves count."""
+        return tuple(n for own in self.factors for n in own) if self.factors else self.shape
 
 
 def assemble(made: Made, sources: Mapping[str, TensorEntry]) -> TensorEntry:
@@ -51,14 +61,20 @@ def assemble(made: Made, sources: Mapping[str, TensorEntry]) -> TensorEntry:
         raise ConversionError(f"tensors of different dtypes cannot become one: {made.name}", found=listed)
     (dtype,) = dtypes
     spec = TensorSpec(made.name, dtype, made.shape)
-    whole = len(made.moves) == 1 and entries[0].spec.shape == made.shape and made.moves[0].axes == tuple(range(len(made.shape)))
+    whole = (
+        len(made.moves) == 1
+        and not made.factors
+        and entries[0].spec.shape == made.shape
+        and made.moves[0].axes == tuple(range(len(made.shape)))
+    )
     if whole:
         return replace(entries[0], spec=spec, path=(made.name,))
     if dtype.is_sub_byte:
         raise ConversionError(f"a {dtype} tensor cannot be cut: {entries[0].name}")
-    pieces = [p for move in made.moves for p in _moved(sources[move.source].pieces, move, dtype.item_bytes)]
-    replicas = [p for move in made.moves for p in _moved(sources[move.source].replicas, move, dtype.item_bytes)]
-    stale = [p for move in made.moves for p in _moved(sources[move.source].stale_copies, move, dtype.item_bytes)]
+    taken = [(move, refactored(sources[move.source], move.factors)) for move in made.moves]
+    pieces = [p for move, source in taken for p in _moved(source.pieces, move, dtype.item_bytes)]
+    replicas = [p for move, source in taken for p in _moved(source.replicas, move, dtype.item_bytes)]
+    stale = [p for move, source in taken for p in _moved(source.stale_copies, move, dtype.item_bytes)]
     return TensorEntry(
         spec,
         (made.name,),
@@ -68,6 +84,7 @@ def assemble(made: Made, sources: Mapping[str, TensorEntry]) -> TensorEntry:
         family=entries[0].family,
         replicas_may_differ=bool(replicas) and all(entry.replicas_may_differ for entry in entries if entry.replicas),
         stale_copies=tuple(stale),
+        factors=made.factors,
     )
 
 
@@ -94,7 +111,4 @@ def _extent(
     """Where a part of a stored box lies, with its dimensions in another order."""
     strides = extent.strides or row_major_strides(box.sizes)
     start = sum((o - p) * s for o, p, s in zip(shared.offsets, box.offsets, strides, strict=True))
-    turned = tuple(1 if axis is None else strides[axis] for axis in axes)
-    length = span_elements(sizes, turned) * item_bytes
-    dense = is_row_major(sizes, turned)
-    return replace(extent, offset=extent.offset + start * item_bytes, length=length, strides=None if dense else turned)
+    return part_of(extent, start, sizes, tuple(1 if axis is None else strides[axis] for axis in axes), item_bytes)

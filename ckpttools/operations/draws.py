@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckpttools.geometry import BoxIndex
+from ckpttools.geometry import BoxIndex, factored
 from ckpttools.model import Box, Mesh, TensorEntry
 from ckpttools.placement.local import PlacedTensor, coordinate
 
@@ -46,7 +46,8 @@ def draws(tensors: Sequence[PlacedTensor], mesh: Mesh, sources: Mapping[str, Ten
 def _files(entry: TensorEntry, index: BoxIndex, box: Box) -> dict[str, int]:
     """Source file -> bytes of it that lie in a box."""
     files: dict[str, int] = {}
-    for k, shared in index.overlapping(box):
+    counted = (part for _, part in factored(box, entry.factors))
+    for k, shared in (hit for part in counted for hit in index.overlapping(part)):
         file = entry.pieces[k].extent.file
         files[file] = files.get(file, 0) + entry.spec.dtype.length_bytes(shared.volume)
     return files

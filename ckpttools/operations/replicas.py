@@ -165,7 +165,7 @@ class _Judge:
         """The digest of a box as the pieces of a tensor hold it; None when they cannot be read."""
         hasher = new_hasher()
         try:
-            for tile in self._gather().stream(entry, box):
+            for tile in self._gather().stream(entry.counted, box):  # copies have boxes as pieces count
                 hasher.update(tile)
         except (FindingsError, StorageError):
             return None

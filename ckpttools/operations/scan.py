@@ -279,6 +279,7 @@ class _Worker:
 
     def _compare_copies(self, entry: TensorEntry, copies: Sequence[Piece], *, may_differ: bool, remedy: str = "") -> None:
         """Every copy against the same box of the pieces."""
+        entry = entry.counted
         expected: dict[Box, str] = {}
         for replica in copies:
             try:

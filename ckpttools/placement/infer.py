@@ -15,6 +15,7 @@ from itertools import product
 
 from ckpttools.errors import UsageError
 from ckpttools.model import Box, Mesh, TensorEntry
+from ckpttools.names.factors import refactored
 from ckpttools.placement.globs import exact_glob, skeleton
 from ckpttools.placement.local import Cut, Placement, local_tensor
 from ckpttools.placement.rule_files import built_in, choose
@@ -82,7 +83,7 @@ class _View:
 def _view(name: str, entry: TensorEntry) -> _View:
     """A tensor, or one layer of it where it has all layers stacked in front, as Megatron's distributed checkpoints have."""
     shape = entry.spec.shape
-    boxes = frozenset(piece.box for piece in entry.pieces if piece.box.volume)
+    boxes = frozenset(piece.box for piece in refactored(entry, ()).pieces if piece.box.volume)
     is_stacked = "layers" in name.split(".") and skeleton(name) == name and len(shape) > 1
     if not is_stacked or not boxes or any(box.sizes[0] != 1 for box in boxes):
         return _View(shape, boxes)

@@ -23,7 +23,7 @@ from ckpttools.execute import run
 from ckpttools.execute.checksums import combine_crc32
 from ckpttools.execute.crew import Crew, StoppedError
 from ckpttools.execute.flow import Flow
-from ckpttools.execute.records import Executed
+from ckpttools.execute.records import Executed, SegmentRecord, SegmentTable
 from ckpttools.execute.sink import Sink
 from ckpttools.execute.space import require_space
 from ckpttools.gather import Gather
@@ -586,3 +586,27 @@ def test_cells_and_boxes_of_the_oracle_agree():
     values = bytes(range(24))
     assert cells(values, FP32, (2, 3)).tobytes() == values
     assert bytes_of(values, FP32, (2, 3), along(1, 3)((2, 3))[1]) == values[4:8] + values[16:20]
+
+
+class TestRecords:
+    @given(
+        st.lists(
+            st.tuples(
+                st.tuples(st.integers(0, 2), st.integers(0, 40)),
+                st.binary(min_size=32, max_size=32),
+                st.none() | st.integers(0, (1 << 32) - 1),
+                st.booleans(),
+            )
+        )
+    )
+    def test_the_table_of_a_run_is_the_mapping_that_a_dict_is(self, steps):
+        table, wanted = SegmentTable(), {}
+        for place, digest, crc, is_kept in steps:
+            if is_kept or place not in wanted:
+                table[place] = wanted[place] = SegmentRecord(digest.hex(), crc)
+            else:
+                del table[place], wanted[place]
+        assert dict(table) == wanted
+        assert len(table) == len(wanted)
+        assert (3, 0) not in table
+        assert (0, 41) not in table

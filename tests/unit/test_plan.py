@@ -11,7 +11,7 @@ import pytest
 from ckpttools import plan as plans
 from ckpttools.dtypes import BY_NAME
 from ckpttools.errors import ConversionError
-from ckpttools.model import ArrangedFile, Arrangement, Box, ChecksumSlot, FileEntry, Literal, Slot
+from ckpttools.model import ArrangedFile, Arrangement, Box, ChecksumSlot, FileEntry, Frame, Literal, Slot
 from ckpttools.storage.source import ListedFile, Listing
 from tests.plan_cases import BF16, FP32, Case, along, arrange, make_case, some_tensors
 
@@ -183,3 +183,27 @@ def test_plans_every_rank_and_width(tmp_path):
     case = make_case(tmp_path / "source", some_tensors(), along(0, 2))
     plan = case.plan(arrange(case, along(1, 3)))
     assert set(plan.tensors) == set(some_tensors())
+
+
+FRAME = Frame((Literal(-3, b"abc"),), (Literal(48, b"de"), ChecksumSlot(50, 0, 48)))
+
+
+def test_the_frame_of_a_slot_goes_where_the_slot_goes(case):
+    halves = (Slot("a", Box((0, 0), (2, 6)), 3, 48, FRAME), Slot("a", Box((2, 0), (2, 6)), 60, 48, FRAME))
+    plan = of(case, ArrangedFile("f", 114, halves))
+    assert [(0, 3), (3, 48), (51, 2), (53, 4), (57, 3), (60, 48), (108, 2), (110, 4)] == [
+        (s.offset, plans.segment_length(s)) for s in plan.files[0].segments
+    ]
+    assert [-1, 0, -1, -1, -1, 1, -1, -1] == [number for number, _ in plan.files[0].walk()]
+    assert [ChecksumSlot(53, 3, 48), Literal(57, b"abc")] == [s for _, s in plan.files[0].walk(52, 60)]
+    assert bytearray([1, 1]) == plan.files[0].is_summed
+
+
+def test_a_frame_that_leaves_a_gap_or_sums_a_part_of_its_slot_is_refused(case):
+    whole = Box((0, 0), (4, 6))
+    for frame, message in (
+        (Frame((), (Literal(97, b"d"),)), "nothing fills byte 96"),
+        (Frame((), (ChecksumSlot(96, 1, 90),)), "covers parts of segments"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            of(case, ArrangedFile("f", 100, (Slot("a", whole, 0, 96, frame),)))
