@@ -55,7 +55,7 @@ def without_derived(taken: Taken, target: Target, details: Details, mesh: Mesh) 
 def _master(derived: Derived, name: str, taken: Taken) -> str:
     """The source's name of the tensor that a target takes a weight to be the rounding of; empty where there is none."""
     entries = taken.selection.tensors
-    master = entries.get(derived.masters.get(name, ""))
+    master = entries.get(derived.masters[name]) if name in derived.masters else None
     return master.name if master is not None and master.pieces != entries[name].pieces else ""
 
 

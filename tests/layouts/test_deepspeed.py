@@ -129,7 +129,8 @@ class TestModel:
         directory = tag("zero2_fp16_w2").parent
         save_file({"w": torch.ones(2)}, directory / "model.safetensors")
         checkpoint = open_snapshot(str(directory)).checkpoint
-        assert ("safetensors", ["w"]) == (checkpoint.layout, [t.name for t in checkpoint])
+        assert ("safetensors", ["w"]) == (checkpoint.layout, [t.name for t in checkpoint if t.family == "model"])
+        assert {"model", "optimizer", "extra_state"} == {t.family for t in checkpoint}
 
     def test_latest_says_which_of_several_tags_is_meant(self, tag):
         directory = tag("zero2_fp16_w2")

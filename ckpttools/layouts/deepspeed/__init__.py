@@ -37,7 +37,7 @@ from ckpttools.layouts.deepspeed.stage3 import read_stage3
 from ckpttools.layouts.deepspeed.states import Files, items, table
 from ckpttools.layouts.deepspeed.tensor_parallel import read_rules
 from ckpttools.layouts.deepspeed.universal import read_universal
-from ckpttools.layouts.families import MODEL
+from ckpttools.layouts.families import MODEL, OPTIMIZER
 from ckpttools.model import FileEntry, Mesh
 from ckpttools.storage.source import Listing, Source
 
@@ -52,17 +52,20 @@ class DeepSpeed:
     looks_for = "`mp_rank_*_model_states.pt`, `*zero_pp_rank_*_optim_states.pt`, `layer_*-model_states.pt`, or `zero/`"
 
     def sniff(self, listing: Listing, peek: Peek) -> list[Part]:
-        """One part: the files of a tag. In a directory around one, such as HF Trainer's, `latest` says which tag is meant."""
+        """One part: the files of a tag. In a directory around one, such as HF Trainer's, `latest` says which tag is meant.
+
+        Where the directory has weights of its own beside the tag, as HF Trainer exports them, those are the model, and the part
+        is what training resumes with.
+        """
         regular = [f.path for f in listing if f.is_regular]
         tags = {path.rpartition("/")[0] for path in regular if path.count("/") < 2 and is_rank_file(path.rpartition("/")[2])}
         if "" in tags:
             return [_part(regular, "")]
-        if any(_EXPORTED.fullmatch(path) for path in regular):  # HF Trainer's weights: the model of that directory
-            return []
         if len(tags) > 1:
             stated = {_tag(peek(name)) for name in _TRACKERS if name in listing and listing.files[name].is_regular}
             tags &= stated
-        return [_part(regular, tags.pop())] if len(tags) == 1 else []
+        family = OPTIMIZER if any(_EXPORTED.fullmatch(path) for path in regular) else MODEL
+        return [_part(regular, tags.pop(), family)] if len(tags) == 1 else []
 
     def read(self, source: Source, listing: Listing, part: Part) -> Contents:
         """The tensors of all ranks put together. Raises StorageError."""
@@ -78,9 +81,10 @@ class DeepSpeed:
         check_steps(files, ranks)
         tensors = (*with_masters(book.entries(), book.shared, book.buffers), *extra)
         data = set(names.files)
+        passed_over = MODEL if part.family != MODEL else ""
         return Contents(
-            tensors=tensors,
-            objects=tuple(book.objects.values()),
+            tensors=tuple(t for t in tensors if t.family != passed_over),
+            objects=tuple(o for o in book.objects.values() if o.family != passed_over),
             files=tuple(FileEntry(p, listing.length_bytes(p), "data" if p in data else "companion") for p in part.files),
             findings=tuple(dict.fromkeys(files.findings)),
             mesh=_mesh(ranks),
@@ -95,11 +99,11 @@ class DeepSpeed:
 LAYOUT = DeepSpeed()
 
 
-def _part(paths: list[str], directory: str) -> Part:
+def _part(paths: list[str], directory: str, family: str = MODEL) -> Part:
     prefix = f"{directory}/" if directory else ""
     names = parse_names(paths, directory)
     known = set(names.files)
-    return Part(LAYOUT.name, MODEL, tuple(p for p in paths if p.startswith(prefix) and p in known), directory=directory)
+    return Part(LAYOUT.name, family, tuple(p for p in paths if p.startswith(prefix) and p in known), directory=directory)
 
 
 def _tag(data: bytes) -> str:

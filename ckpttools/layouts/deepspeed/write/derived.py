@@ -61,7 +61,9 @@ def find_derived(
     rows = _rows(tensors, group_of, values.get((EXTRA_STATE, INFO))) if is_universal else {}
     stored = {n: master_name(n) for n, t in masters.items() if n in tensors and _is_rounding(tensors[n], t)}
     rounded = {n: master for n, master in stored.items() if master not in rows}
-    tied = _tied(tensors, table(values.get((EXTRA_STATE, "shared_params"))), aliases, group_of)
+    shared = table(values.get((EXTRA_STATE, "shared_params")))
+    aliases |= {name: str(kept) for name, kept in shared.items() if name not in tensors and str(kept) in tensors}
+    tied = _tied(tensors, shared, aliases, group_of)
     return Derived(aliases | _rank_copies(tensors, stems), frozenset(left), equal, rounded, tied, rows)
 
 
