@@ -54,6 +54,8 @@ class TorchFile:
     value: object = None
     storages: dict[str, StoredStorage] = field(default_factory=dict)
     is_big_endian: bool = False
+    root: str = ""
+    """The top folder of a zip archive: the name, without its ending, under which torch wrote the file; `archive` for a stream."""
     note: LocalBoxes | None = None
     """What the tensors are parts of, where the file says it."""
     checksums: list[StoredChecksum] = field(default_factory=list)
@@ -112,7 +114,7 @@ def _refused_dialect(region: Region, head: bytes) -> Finding | None:
 
 def _read_archive(region: Region, known: KnownPickles) -> TorchFile:
     directory = read_zip(region)
-    file = TorchFile("zip", findings=list(directory.findings))
+    file = TorchFile("zip", root=directory.root.rstrip("/"), findings=list(directory.findings))
     if "constants.pkl" in directory.records and any(n.startswith("code/") for n in directory.records):
         file.dialect = "torchscript"
     if not directory.records:

@@ -240,6 +240,61 @@ class TestDamage:
         change(path, shorten)
         assert path.name in finding(directory, "group-mismatch").where
 
+    def test_rank_files_under_each_others_names_are_found_where_no_value_tells(self, tag):
+        directory = tag("zero3_bf16_w2")
+        one, other = (directory / f"bf16_zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in range(2))
+        kept = one.read_bytes()
+        one.write_bytes(other.read_bytes())
+        other.write_bytes(kept)
+        found = finding(directory, "rank-mismatch")
+        assert (one.name, True) == (found.where, other.name in found.found)
+
+    @pytest.mark.parametrize("name", ["zero1_bf16_w2", "pipe2_dp2_zero1_bf16", "moe_ep2_zero2_bf16"])
+    def test_model_file_that_is_missing_is_named(self, tag, name):
+        directory = tag(name)
+        (directory / "mp_rank_00_model_states.pt").unlink()
+        result = validate(str(directory))
+        assert "incomplete" == result.verdict
+        assert "mp_rank_00_model_states.pt" in [f.where for f in result.findings if f.code == "missing-rank"]
+
+    def test_model_file_of_zero_3_that_is_missing_is_named_when_all_are(self, tag):
+        directory = tag("zero3_bf16_w2")
+        for path in directory.glob("*model_states.pt"):
+            path.unlink()
+        absent = [f.where for f in validate(str(directory)).findings if f.code == "missing-rank"]
+        assert [f"zero_pp_rank_{r}_mp_rank_00_model_states.pt" for r in range(2)] == absent
+
+    def test_layer_of_a_tied_module_that_is_missing_is_told_by_its_parameter(self, tag):
+        directory = tag("bloom_tp2_pp2")
+        for path in directory.glob("layer_01-*"):
+            path.unlink()
+        result = validate(str(directory))
+        assert "incomplete" == result.verdict
+        assert any("tied_modules.embed" in f.where for f in result.findings if f.code == "missing-file")
+
+    def test_parameter_that_the_model_file_does_not_list_is_missed_in_its_group(self, tag):
+        directory = tag("zero2_fp16_w2")
+        change(directory / "mp_rank_00_model_states.pt", lambda v: v["param_shapes"][0].popitem())
+        assert "elements" in finding(directory, "group-mismatch").expected
+
+    def test_state_that_lacks_only_padding_is_not_what_was_written(self, tag):
+        def shorten(value):
+            state = value["optimizer_state_dict"]["base_optimizer_state"]["state"]
+            state[1]["exp_avg"] = state[1]["exp_avg"][:-1].clone()
+
+        directory = tag("zero1_fp32_w2_uneven")
+        path = directory / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+        change(path, shorten)
+        assert path.name in finding(directory, "group-mismatch").where
+
+    def test_model_file_of_another_step_than_the_optimizer_is_a_warning(self, tag):
+        directory = tag("zero3_bf16_w2")
+        for path in directory.glob("*model_states.pt"):
+            change(path, lambda v: v.update(global_steps=40))
+        found = finding(directory, "step-mismatch")
+        assert ("warning", "step 40", True) == (found.severity, found.found, "step 10" in found.expected)
+        assert "ok" == validate(str(directory)).verdict
+
     def test_expert_that_is_missing_is_named(self, tag):
         directory = tag("moe_ep2_zero2_bf16")
         path = directory / "layer_0_expert_3_mp_rank_00_model_states.pt"

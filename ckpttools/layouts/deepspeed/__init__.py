@@ -15,6 +15,7 @@ import re
 from ckpttools.layouts.base import Contents, Part, Peek
 from ckpttools.layouts.deepspeed.book import Book, with_masters
 from ckpttools.layouts.deepspeed.modules import (
+    missing_weights,
     open_layers,
     read_experts,
     read_layers,
@@ -162,6 +163,8 @@ def _read_tensors(book: Book, files: Files, names: Names, ranks: Ranks) -> None:
     stated = items(settings.record) if settings else items(top.get("single_partition_of_fp32_groups"))
     add_orders(book, ranks, len(stated))
     share_tied(book, ranks)
+    if ranks.stage < 3 and not names.is_universal:
+        files.findings += missing_weights(book, names)
 
 
 def _mesh(ranks: Ranks) -> Mesh:

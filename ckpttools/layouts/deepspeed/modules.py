@@ -16,7 +16,8 @@ from dataclasses import replace
 from ckpttools.containers.torch_entries import RankFile
 from ckpttools.containers.torch_values import MalformedError, TensorValue, read_value
 from ckpttools.findings import Finding
-from ckpttools.layouts.deepspeed.book import WEIGHT, Book
+from ckpttools.layouts.deepspeed.book import MASTER, WEIGHT, Book
+from ckpttools.layouts.deepspeed.experts import is_expert
 from ckpttools.layouts.deepspeed.fused_experts import split_number
 from ckpttools.layouts.deepspeed.names import Names, expert_name, layer_sibling
 from ckpttools.layouts.deepspeed.orders import TIED
@@ -138,6 +139,17 @@ def _missing_layers(names: Names, ranks: Ranks, known: set[str], book: Book) -> 
         )
         for n, t in absent[:_MAX_NAMED]
     ]
+
+
+def missing_weights(book: Book, names: Names) -> list[Finding]:
+    """A finding per parameter whose master is there and whose weight is not, unless the file that lacks is named already."""
+    absent = [n for n in book.names(MASTER) if not book.holds(n, WEIGHT) and not n[:1].isdigit() and not is_expert(n)]
+    absent = [n for n in absent if not n.startswith("group_")]
+    if not names.layers:
+        return [Finding("uncovered", f"weight of `{n}`", "a weight, as its master is there", "none") for n in absent[:_MAX_NAMED]]
+    directory, slash, _ = next(iter(names.layers.values())).rpartition("/")
+    where, expected = f"{directory}{slash}layer_*-model_states.pt", "the layer's file with"
+    return [Finding("missing-file", f"{where} with `{n}`", f"{expected} `{n}`", "none") for n in absent[:_MAX_NAMED]]
 
 
 def read_experts(book: Book, files: Files, names: Names, ranks: Ranks) -> None:

@@ -68,6 +68,15 @@ def is_rank_file(name: str) -> bool:
     return any(p.fullmatch(name) for p in (_MODEL, _OPTIMIZER, _LAYER, _EXPERT, _EXPERT_OPTIMIZER))
 
 
+def numbers_of(path: str) -> tuple[int, tuple[int | None, ...]] | None:
+    """(kind of file, the ranks, layer or expert in its name); None of a name that is no rank's. Pure."""
+    name = path.rpartition("/")[2]
+    for kind, pattern in enumerate((_MODEL, _OPTIMIZER, _LAYER, _EXPERT, _EXPERT_OPTIMIZER)):
+        if match := pattern.fullmatch(name):
+            return kind, tuple(None if v is None else int(v) for k, v in match.groupdict().items() if k != "prefix")
+    return None
+
+
 def parse_names(paths: Iterable[str], directory: str = "", *, is_bf16: bool | None = None) -> Names:
     """The files of the snapshot in `directory` ("" for the root) among paths. Pure.
 

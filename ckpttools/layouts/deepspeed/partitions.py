@@ -156,7 +156,8 @@ def _read_group(
             if numel not in (size, held) and not _is_flat_state(vector.key):
                 _keep_raw(book, share, g, vector)
                 continue
-            if numel < held or len(vector.stored.shape) != 1 or vector.stored.extent.strides is not None:
+            is_other = numel < held or (numel not in (size, held) and vector.key != MASTER)
+            if is_other or len(vector.stored.shape) != 1 or vector.stored.extent.strides is not None:
                 what = "fp32 weights" if vector.key == MASTER else f"`{vector.key[0]}`"
                 expected = f"{held} elements, or {size} with the padding"
                 where = f"{what} of group {g} in {share.file.path}"
@@ -203,9 +204,10 @@ def _part_size(files: Files, g: int, total: int, shares: Sequence[Share], parts:
         index, numel, _ = lengths[path]
         expected = f"{max(0, min(total - index * size, size))} elements (part {index} of {parts}, {total} in all)"
         files.findings.append(Finding("group-mismatch", f"group {g} in {path}", expected, f"{numel} elements"))
-    if len(shares) == parts and any(s.padding for s in shares) and sum(s.padding for s in shares) != size * parts - total:
+    has_stated = all(g < len(items(s.file.top.get("group_paddings"))) for s in shares)
+    if len(shares) == parts and has_stated and sum(s.padding for s in shares) != size * parts - total:
         expected = f"paddings of {size * parts - total} elements in all ({parts} parts of {size}, {total} elements)"
-        found = ", ".join(f"{s.padding} in {s.file.path}" for s in shares if s.padding)
+        found = ", ".join(f"{s.padding} in {s.file.path}" for s in shares if s.padding) or "none"
         files.findings.append(Finding("group-mismatch", f"group {g} of {model.path}", expected, found))
     return max(size, 1)
 

@@ -10,7 +10,7 @@ from itertools import islice
 from ckpttools.containers.torch_entries import RankFile
 from ckpttools.findings import Finding
 from ckpttools.layouts.deepspeed.fused_experts import Fused, read_fused
-from ckpttools.layouts.deepspeed.names import Names, model_sibling, optimizer_name, rank_sibling
+from ckpttools.layouts.deepspeed.names import Names, model_name, model_sibling, optimizer_name, rank_sibling
 from ckpttools.layouts.deepspeed.states import (
     Files,
     Shapes,
@@ -298,9 +298,12 @@ def _drop_foreign(files: Files, ranks: Ranks) -> None:
 def _missing(ranks: Ranks, names: Names) -> Iterator[Finding]:
     """A finding per absent file, under the name that it would have (the first few when many are absent)."""
     mp, found = ranks.pp * ranks.tp, []
-    if names.model:
-        sample, sizes = next(iter(names.model.values())), (ranks.dp if names.is_sharded else 1, mp)
-        found.append((names.model, sample, sizes))
+    others = [*names.optimizer.values(), *names.layers.values(), *names.experts.values(), *names.expert_optimizer.values()]
+    if names.model or (others and not names.is_universal):
+        is_sharded = names.is_sharded or (not names.model and ranks.stage == 3)
+        directory, slash, _ = next(iter(others), "").rpartition("/")
+        sample = next(iter(names.model.values()), directory + slash + model_name(0, 0 if is_sharded else None))
+        found.append((names.model, sample, (ranks.dp if is_sharded else 1, mp)))
     uses_zero = any(m.shapes is not None for m in ranks.models.values())
     if names.optimizer or (uses_zero and not names.is_universal):
         sample = next(iter(names.optimizer.values()), "")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ckpttools.containers.torch_entries import RankFile
 from ckpttools.containers.trees import TreeLimitError, leaves
-from ckpttools.findings import Finding
+from ckpttools.findings import WARNING, Finding
 from ckpttools.layouts.deepspeed.book import Book
 from ckpttools.layouts.deepspeed.names import stem_of
 from ckpttools.layouts.deepspeed.partitions import states_of
@@ -115,7 +115,12 @@ def check_steps(files: Files, ranks: Ranks) -> None:
     first = ranks.first
     skipped = count(first.top.get("skipped_steps")) or 0 if first else 0
     likely = {first.step - skipped: 1} if first and first.step is not None else {}
-    _compare_steps(files, {path: max(steps.values()) for path, steps in counted.items()}, "optimizer files", likely)
+    done = {path: max(steps.values()) for path, steps in counted.items()}
+    _compare_steps(files, done, "optimizer files", likely)
+    if first and first.step is not None and done and not {first.step, first.step - skipped} & set(done.values()):
+        path, step = next(iter(done.items()))  # a warning: training may have begun with weights alone, and its count with them
+        expected, found = f"step {step}, as in {path}", f"step {first.step}"
+        files.findings.append(Finding("step-mismatch", first.path, expected, found, severity=WARNING))
 
 
 def _steps(files: Files, file: OptimizerFile) -> dict[int, float]:

@@ -14,6 +14,7 @@ from ckpttools.containers.torch_file import KnownPickles
 from ckpttools.containers.torch_values import MalformedError, TensorValue, read_value
 from ckpttools.dtypes import DType
 from ckpttools.findings import Finding
+from ckpttools.layouts.deepspeed.names import numbers_of
 from ckpttools.model import Extent, StoredChecksum
 from ckpttools.pickles.records import Object
 from ckpttools.pickles.views import attributes, class_of, mapping_items, sequence_items
@@ -55,6 +56,7 @@ class Files:
         """An opened torch file; None, with findings, when nothing in it can be understood. Raises StorageError."""
         file = open_rank_file(self.source, path, self.listing.length_bytes(path), rank, self._pickles)
         self.findings += file.torch.findings
+        self.findings += _check_name(path, file.torch.root)
         self.checksums += file.torch.checksums
         self._expansion.add_file(file.torch)
         return file if file.torch.value is not None else None
@@ -87,6 +89,15 @@ class Files:
         order = ">" if "byteswap" in stored.extent.transforms else "<"
         number = unpack(order + code, data)[0]
         return int(number) if float(number).is_integer() else float(number)
+
+
+def _check_name(path: str, root: str) -> list[Finding]:
+    """A finding when a file has the name of another rank, layer or expert than the one under which it was written."""
+    claimed, written = numbers_of(path), numbers_of(f"{root}.pt")
+    if written is None or claimed is None or claimed == written:
+        return []
+    expected, found = "the file that was written under this name", f"`{root}.pt`, by the name in its archive"
+    return [Finding("rank-mismatch", path, expected, found)]
 
 
 def table(record: object) -> dict[str, object]:

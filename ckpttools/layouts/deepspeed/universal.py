@@ -24,7 +24,7 @@ _MAX_NAMED = 64
 
 
 def read_universal(book: Book, files: Files, names: Names, ranks: Ranks, settings: OptimizerFile | None) -> None:
-    """Every state of every parameter; in ZeRO 3 the master is the weight, too, and the step is with the settings."""
+    """Every state of every parameter; the master is the weight, too, where no file has that; ZeRO 3 has the step in the settings."""
     shapes = {n: s for model in ranks.models.values() for group in model.shapes or [] for n, s in group.items()}
     for (name, state), path in sorted(names.universal.items()):
         file = files.open(path)
@@ -49,7 +49,7 @@ def read_universal(book: Book, files: Files, names: Names, ranks: Ranks, setting
         pieces = [whole_piece(shape, stored.extent, 0)]
         key = MASTER if state == "fp32" else (state,)
         book.add_merged(name, key, stored.dtype, shape, pieces, path)
-        if key == MASTER and ranks.stage == 3 and not book.holds(name, WEIGHT):
+        if key == MASTER and not book.holds(name, WEIGHT):  # so it is of ZeRO 3, of layers of pipelines, and of experts
             book.add_merged(name, WEIGHT, stored.dtype, shape, pieces, path)
     first = ranks.first
     if ranks.stage == 3 and settings is not None and first is not None:
