@@ -24,7 +24,7 @@ _MAX_NAMED = 64
 
 
 def read_universal(book: Book, files: Files, names: Names, ranks: Ranks, settings: OptimizerFile | None) -> None:
-    """Every state of every parameter; the master is the weight, too, where no file has that; ZeRO 3 has the step in the settings."""
+    """Every state of every parameter; where no file has the weight, the master is it. ZeRO 3 has the step in the settings."""
     shapes = {n: s for model in ranks.models.values() for group in model.shapes or [] for n, s in group.items()}
     for (name, state), path in sorted(names.universal.items()):
         file = files.open(path)
