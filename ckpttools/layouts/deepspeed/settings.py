@@ -124,8 +124,8 @@ def check_steps(files: Files, ranks: Ranks) -> None:
 def _other_step(first: ModelFile, skipped: int, done: Mapping[str, float]) -> list[Finding]:
     """A warning where the optimizer counts other steps than the model file, by more than one.
 
-    The unfused half-precision optimizer takes a step while it is set up. No error: training may have begun with weights alone, and
-    the optimizer's count with it.
+    The unfused half-precision optimizer takes a step while it is set up. No error: training may have begun with weights
+    alone, and the optimizer's count with it.
     """
     if first.step is None or any(min(abs(first.step - s), abs(first.step - skipped - s)) <= 1 for s in done.values()):
         return []
