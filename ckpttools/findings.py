@@ -63,7 +63,10 @@ TABLE: tuple[Code, ...] = (
         "do not trust this snapshot; find out who changed it",
     ),
     Code(
-        "special-file", ERROR, "a name that should be a regular file is a device, pipe or socket", "replace it by the file itself"
+        "special-file",
+        ERROR,
+        "a name that should be a regular file is a device, pipe or socket, or a link that leads nowhere",
+        "put the file itself there, or the one that the link leads to",
     ),
     Code(
         "missing-index",

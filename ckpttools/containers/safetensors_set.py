@@ -34,7 +34,7 @@ def read_headers(source: Source, listing: Listing, files: Sequence[str]) -> dict
 
     def header(file: str) -> SafetensorsHeader:
         if not listing.files[file].is_regular:
-            return SafetensorsHeader(file, findings=(Finding("special-file", file, "a regular file"),))
+            return SafetensorsHeader(file, findings=(Finding("special-file", file, "a regular file", listing.files[file].kind),))
         return read_header(source, file, 0, listing.length_bytes(file))
 
     if len(files) > 1 and is_url(source.location):
@@ -72,7 +72,10 @@ def read_set(
         data, unreferenced = list(files), list(others)
     headers = read_headers(source, listing, data)
     findings += [finding for header in headers.values() for finding in header.findings]
-    names = {file: {entry.name: entry for entry in header.entries} for file, header in headers.items()}
+    # a file whose header does not read has a finding, and needs none for each of its tensors
+    names = {
+        file: {e.name: e for e in header.entries} for file, header in headers.items() if header.entries or not header.findings
+    }
     if index is not None and index.is_parsed:
         findings += check_index(
             index, names, total_bytes=_total_bytes(headers.values(), is_complete=len(data) == len(index.files))

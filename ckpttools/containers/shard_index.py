@@ -34,7 +34,7 @@ MODEL_STEMS = ("model", "pytorch_model", "diffusion_pytorch_model", "adapter_mod
 _MAX_LISTED = 20
 _STEM = re.compile(rf"(?:{'|'.join(MODEL_STEMS)})(?:_[0-9]+)?")
 _NUMBERED = re.compile(r"(?P<before>.+[-_])(?P<number>[0-9]{1,9})(?P<after>-of-(?P<count>[0-9]{1,9}))(?P<late>\.[^.]+)?")
-_INDEX = re.compile(r"(?P<stem>.+)\.(?P<suffix>safetensors|bin)\.index(?:\.(?P<variant>[^.]+))?\.json")
+_INDEX = re.compile(r"(?P<stem>.+)\.(?P<suffix>safetensors|bin)(?:\.(?P<early>[^.]+))?\.index(?:\.(?P<variant>[^.]+))?\.json")
 _RANK_SHARD = re.compile(r"shard-([0-9]{1,9})-model-([0-9]{1,9})-of-([0-9]{1,9})\.safetensors")
 
 
@@ -136,7 +136,7 @@ def parse_index_name(path: str, suffix: str = ".safetensors") -> tuple[str, str]
     if match is None or "." + match["suffix"] != suffix:
         return None
     stem, variant = _split_variant(match["stem"])
-    return stem, match["variant"] or variant
+    return stem, match["variant"] or match["early"] or variant  # early: diffusers 0.29
 
 
 def parse_rank_shard(path: str) -> RankShard | None:
@@ -217,7 +217,9 @@ def read_index(source: Source, listing: Listing, file: str) -> ShardIndex:
     """The index in a listed file. Raises StorageError when the storage breaks; what is wrong with it is in the findings."""
     length = listing.length_bytes(file)
     if not listing.files[file].is_regular:
-        return ShardIndex(file, findings=(Finding("special-file", file, "a regular file"),), is_parsed=False)
+        return ShardIndex(
+            file, findings=(Finding("special-file", file, "a regular file", listing.files[file].kind),), is_parsed=False
+        )
     if not 0 < length <= MAX_INDEX_BYTES:
         code = "bad-json" if length else "empty-file"
         finding = Finding(code, file, f"an index of 1 to {MAX_INDEX_BYTES} bytes", render_bytes(length))

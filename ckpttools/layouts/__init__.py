@@ -334,7 +334,7 @@ def _leftovers(listing: Listing, files: Sequence[FileEntry]) -> list[Finding]:
         if f.path.endswith(_LEFTOVERS)
     ]
     special = [f for f in listing if not f.is_regular]
-    return found + [Finding("special-file", f.path, "a regular file", "something else", severity=WARNING) for f in special]
+    return found + [Finding("special-file", f.path, "a regular file", f.kind, severity=WARNING) for f in special]
 
 
 def _step(source: Source, listing: Listing, contents: Sequence[Contents], location: str) -> int | None:

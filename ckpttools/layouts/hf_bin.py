@@ -84,7 +84,9 @@ def _sets(listing: Listing) -> list[ShardSet]:
 
 def _check(index: ShardIndex | None, opened: Mapping[str, Entries]) -> list[Finding]:
     """The index against the names in the shards; its total may count tied tensors once or each."""
-    names = {path: [t.name for t in entries.tensors] for path, entries in opened.items()}
+    # a file that does not open has a finding, and needs none for each of its tensors
+    closed = {p for p, e in opened.items() if not (e.tensors or e.objects) and any(f.is_error for f in e.findings)}
+    names = {path: [t.name for t in entries.tensors] for path, entries in opened.items() if path not in closed}
     if index is None or not index.is_parsed:
         return check_unique(names)
     tensors = [t for entries in opened.values() for t in entries.tensors]

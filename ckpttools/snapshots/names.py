@@ -68,6 +68,11 @@ def parse_step(name: str, pattern: re.Pattern[str] | None = None) -> int | None:
     return None
 
 
+def next_rank(name: str) -> str:
+    """The name of rank 1's file where a name is that of rank 0 (`ep0-ba100-rank0.pt`); empty for other names. Pure."""
+    return re.sub(r"-rank0(?=\.|$)", "-rank1", name) if re.search(r"-rank0(?=\.|$)", name) else ""
+
+
 def is_number(name: str) -> bool:
     """Whether a name is a number and nothing else, which says least about what it names. Pure."""
     return name.isascii() and name.isdigit()

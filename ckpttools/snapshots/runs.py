@@ -19,7 +19,7 @@ from ckpttools.findings import Finding
 from ckpttools.snapshots.candidate import Snapshot
 from ckpttools.snapshots.completeness import Completeness, judge
 from ckpttools.snapshots.local_files import local_folders, local_snapshots
-from ckpttools.snapshots.names import FILE_SUFFIXES, is_temporary, looks_like_snapshot, parse_mark, parse_step
+from ckpttools.snapshots.names import FILE_SUFFIXES, is_temporary, looks_like_snapshot, next_rank, parse_mark, parse_step
 from ckpttools.snapshots.neighbours import compare_neighbours
 from ckpttools.snapshots.policy import COMMITTED, DAMAGED, FOREIGN, UNFINISHED
 from ckpttools.snapshots.trackers import MEGATRON, RELEASE, Claim, find_claims, read_tracker
@@ -130,6 +130,8 @@ def candidates(tree: Tree, pattern: re.Pattern[str] | None = None) -> Iterator[t
         for name in names:
             step = _step_of(tree, prefix, name, pattern)
             if step is None or name.startswith(".") or read_half_deleted(tree, prefix + name) is not None:
+                continue
+            if next_rank(name) and next_rank(name) in names:  # one of several files, of which none is the snapshot
                 continue
             if prefix + name not in tree.links or _is_only_name(tree, prefix + name, pattern):
                 yield prefix + name, step

@@ -22,6 +22,9 @@ from urllib.parse import unquote
 from ckpttools.errors import MissingExtraError, NotFoundError, ShortReadError, StorageError
 from ckpttools.storage.store_errors import store_error_types
 
+_UNABLE = "this file system (FUSE over a store, say) cannot do that; write to a local disk, and copy what comes out to it"
+CANNOT = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
+"""What a file system says that lacks a call, and will say again."""
 _MAX_DEPTH = 4
 _LOCAL_SCHEMES = ("file", "local")
 _MAX_OPEN_FILES = 128
@@ -40,6 +43,13 @@ class ListedFile:
     """False for devices, pipes, sockets and links that lead nowhere; such files are never opened."""
     root: str = ""
     """Of several roots the one that holds it (`storage.union`)."""
+
+    @property
+    def kind(self) -> str:
+        """What it is, for people."""
+        if self.is_regular:
+            return "a regular file"
+        return "a device, pipe or socket" if self.modified_s is not None else "a link to a file that is not there"
 
 
 def is_shadow(path: str) -> bool:
@@ -387,6 +397,7 @@ def storage_error(e: Exception, where: str, offset: int | None = None) -> Storag
         errno.EIO: "the device or the network file system failed; check it before trusting other files on it",
         errno.ESTALE: "the network file system lost the file; mount it again",
         errno.EROFS: "the file system is mounted read-only",
+        **dict.fromkeys(CANNOT, _UNABLE),
     }
     number = getattr(e, "errno", None)
     text = os.strerror(number) if isinstance(number, int) and number > 0 else str(e) or type(e).__name__

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckpttools.errors import StorageError
-from ckpttools.storage.source import storage_error
+from ckpttools.storage.source import CANNOT, storage_error
 
 WRITE_BYTES = 256 << 10
 """Longer writes were up to ten times slower: the kernel then looks for large folios and compacts memory for them."""
@@ -78,4 +78,6 @@ class Handles:
 def write_error(e: Exception, where: str, offset: int | None = None) -> StorageError:
     """A failed write, with what to do: whatever it was, the next run goes on."""
     error = storage_error(e, where, offset)
+    if getattr(e, "errno", None) in CANNOT:
+        return error
     return StorageError(error.message, where=error.where, hints=(*error.hints, _RESUMES))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import uuid
@@ -173,3 +175,21 @@ class TestStreams:
             answer = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
         assert answer.returncode == 4
         assert "standard output cannot be written" in answer.stderr
+
+
+def test_a_file_system_that_lacks_a_call_is_told_and_not_to_be_tried_again(
+    ckpttools: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """FUSE over HDFS knows no ftruncate (safetensors 787)."""
+    real = os.ftruncate
+
+    def lacking(fd: int, length: int) -> None:
+        if length:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        real(fd, length)
+
+    monkeypatch.setattr(os, "ftruncate", lacking)
+    answer = ckpttools("consolidate", FIXTURES / "torch/hf_llama_bf16_tied_sharded/ckpt", tmp_path / "out")
+    assert answer.exit_code == 4
+    assert "write to a local disk" in answer.stderr
+    assert "again" not in answer.stderr

@@ -51,3 +51,14 @@ class TestRanks:
         for name in ("model_rank_0.pt", "model_rank_00.pt"):
             (tmp_path / name).write_bytes(saved({"w": torch.ones(1)}))
         assert "rank-mismatch" in codes(validate(str(tmp_path)))
+
+
+def test_a_dot_before_the_rank_is_no_part_of_the_name(tmp_path):
+    """`model_final.rank_0.pth` of dinov2."""
+    for rank in range(2):
+        torch.save({"flat": torch.full((4,), float(rank))}, tmp_path / f"model_final.rank_{rank}.pth")
+
+    checkpoint = open_snapshot(str(tmp_path)).checkpoint
+
+    assert ["model_final.rank_0.flat", "model_final.rank_1.flat"] == [t.name for t in checkpoint.tensors]
+    assert not [f for f in checkpoint.findings if f.is_error]

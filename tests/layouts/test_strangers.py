@@ -197,3 +197,34 @@ def test_names_of_checkpoints_are_not_those_of_strangers() -> None:
     ]
 
     assert [name for name in names if name != "model.pth.tar" and tell_by_name([name])] == []
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_a_file_that_does_not_open_is_one_finding_and_not_one_for_each_of_its_tensors(suffix: str, tmp_path: Path) -> None:
+    stem = "model" if suffix == "safetensors" else "pytorch_model"
+    names = {}
+    for number in (1, 2):
+        tensors = {f"l.{number}.{i}": torch.ones(2) for i in range(20)}
+        path = tmp_path / f"{stem}-0000{number}-of-00002.{suffix}"
+        save_file(tensors, path) if suffix == "safetensors" else torch.save(tensors, path)
+        names |= dict.fromkeys(tensors, path.name)
+    (tmp_path / f"{stem}.{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    path.write_bytes(POINTER)
+
+    assert len(codes(tmp_path)) == 1
+
+
+def test_a_link_to_a_file_that_is_gone_is_told(tmp_path: Path) -> None:
+    """A download of the Hugging Face cache whose blob was cleaned away."""
+    names = {}
+    for number in (1, 2):
+        path = tmp_path / f"model-0000{number}-of-00002.safetensors"
+        save_file({f"l.{number}": torch.ones(2)}, path)
+        names[f"l.{number}"] = path.name
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    path.unlink()
+    path.symlink_to(tmp_path / "blobs" / "abc")
+
+    (finding,) = [f for f in open_snapshot(str(tmp_path)).checkpoint.findings if f.is_error]
+
+    assert (finding.code, finding.found) == ("special-file", "a link to a file that is not there")

@@ -19,7 +19,9 @@ from ckpttools.layouts.per_rank.write import arrange_ranks
 from ckpttools.model import FileEntry
 from ckpttools.storage.source import Listing, Source
 
-_RANK_FILE = re.compile(r"(?P<stem>.*?)_?(?P<world>world_size_\d{1,9}_)?rank_?(?P<rank>\d{1,9})\.(?P<suffix>pt|pth|bin|pkl|ckpt)")
+_RANK_FILE = re.compile(
+    r"(?P<stem>.*?)[._-]?(?P<world>world_size_\d{1,9}_)?rank_?(?P<rank>\d{1,9})\.(?P<suffix>pt|pth|bin|pkl|ckpt)"
+)
 _STATE_FILE = re.compile(r"(?P<stem>rng_state|random_states)_(?P<world>)(?P<rank>\d{1,9})\.(?P<suffix>pth|pkl)")
 
 _MAX_NAMED_RANKS = 64

@@ -88,6 +88,7 @@ def test_names_of_other_files(path: str) -> None:
         ("pytorch_model.bin.index.json", ".bin", ("pytorch_model", "")),
         ("pytorch_model.bin.index.json", ".safetensors", None),
         ("config.json", ".safetensors", None),
+        ("diffusion_pytorch_model.safetensors.fp16.index.json", ".safetensors", ("diffusion_pytorch_model", "fp16")),
     ],
 )
 def test_index_names(path: str, suffix: str, expected: tuple[str, str] | None) -> None:

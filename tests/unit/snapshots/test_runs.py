@@ -245,3 +245,12 @@ def test_a_run_on_an_object_store_is_read_like_a_local_one():
     run = read_run("memory://run-of-tests")
     assert [("step-1", "committed"), ("step-2", "unfinished")] == [(s.path, s.state) for s in run.snapshots]
     assert all(s.time_s is not None for s in run.snapshots)
+
+
+def test_a_file_of_one_rank_of_several_is_no_snapshot(tmp_path):
+    """Composer saves a file per rank: rank 0's is the snapshot only where it is the only one."""
+    for step, ranks in ((100, 1), (200, 2)):
+        for rank in range(ranks):
+            (tmp_path / f"ep0-ba{step}-rank{rank}.pt").write_bytes(b"x")
+
+    assert ["ep0-ba100-rank0.pt"] == [s.path for s in read_run(str(tmp_path)).snapshots]
