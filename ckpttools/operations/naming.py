@@ -12,12 +12,15 @@ from dataclasses import dataclass, replace
 from ckpttools.errors import ConversionError, UsageError
 from ckpttools.layouts import Snapshot
 from ckpttools.layouts.families import MODEL
-from ckpttools.model import ArrangedFile, Literal, TensorEntry
+from ckpttools.model import ArrangedFile, Literal, Mesh, ObjectEntry, TensorEntry
 from ckpttools.names.convert import Converted, NamesError, convert, side_of, stacked
 from ckpttools.names.hf_config import HfConfig, config_of
 from ckpttools.names.maps import BUILT_IN, NameMap, built_in, parse_map
+from ckpttools.names.megatron_args import arguments_of
 from ckpttools.operations.model_settings import ModelSettings, read_settings, read_text
 from ckpttools.operations.select import Selection
+from ckpttools.pickles.records import Global, Object
+from ckpttools.pickles.views import kind_of
 from ckpttools.placement.counts import counts_of
 
 SIDES = ("hf", "megatron", "meta", "fms")
@@ -32,6 +35,8 @@ class Naming:
     model_config: str | None = None
     values: tuple[tuple[str, str], ...] = ()
     """Settings that the source does not state, or states wrongly: (`rotary_base`, `500000`)."""
+    mesh: Mesh | None = None
+    """Of the ranks that the output is for; None for output that is for none."""
     is_stacked: bool = False
     """Put layers and experts into stacks, where the target's names have that."""
 
@@ -81,7 +86,9 @@ def name_tensors(selection: Selection, snapshot: Snapshot, naming: Naming) -> Na
         entries = stacked(last, wanted, entries)
     config, said = _config(steps, wanted, entries, settings, snapshot)
     tensors = {t.name: t for t in entries}
-    named = replace(selection, tensors=tensors, aliases={}, widened=frozenset())
+    made, told = _arguments(selection, wanted, entries, settings, naming.mesh) if steps else ((), ())
+    named = replace(selection, tensors=tensors, aliases={}, widened=frozenset(), objects=(*selection.objects, *made))
+    said = [*said, *told]
     return Named(named, tuple(steps), (*notes, *said), config)
 
 
@@ -176,6 +183,24 @@ def _numbers(settings: ModelSettings) -> dict[str, int]:
             raise ConversionError(f"{counts.heads} heads cannot be divided into {counts.kv_heads} groups of queries")
         numbers["group_heads"] = counts.heads // counts.kv_heads
     return numbers
+
+
+def _arguments(
+    selection: Selection, wanted: str, entries: Sequence[TensorEntry], settings: ModelSettings, mesh: Mesh | None
+) -> tuple[tuple[ObjectEntry, ...], tuple[str, ...]]:
+    """(what Megatron keeps beside the tensors, what is to be said), for ranks that have no arguments of a training run."""
+    if wanted != "megatron" or mesh is None or any(o.path in (("args",), ("common", "args")) for o in selection.objects):
+        return (), ()
+    found = arguments_of(settings.values, {t.name: t.spec for t in entries})
+    if not found:
+        missing = "no config.json states layers, width and heads (--model-config FILE): Megatron loads it with --finetune only"
+        return (), (f"args were not written: {missing}",)
+    sizes = dict(mesh.axes)
+    ranks = {"tensor": sizes.get("tp", 1), "pipeline": sizes.get("pp", 1), "expert": sizes.get("ep", 1)}
+    found |= {f"{kind}_model_parallel_size": size for kind, size in ranks.items()}
+    namespace = Object(Global("argparse", "Namespace"), (), state=found)
+    values = {"args": namespace, "checkpoint_version": 3.0, "iteration": 0}
+    return tuple(ObjectEntry(name, (name,), kind_of(value), value) for name, value in values.items()), ()
 
 
 def _config(

@@ -83,7 +83,7 @@ def reshard(
     snapshot = open_snapshot(location, roots=roots)
     manner = replace(manner, allowed_findings=allowed(replicas, manner.allowed_findings))
     taken = take(snapshot, into, choice, manner.allowed_findings)
-    taken, notes = _named(without_derived(taken, into, details, mesh), naming, into)
+    taken, notes = _named(without_derived(taken, into, details, mesh), naming, into, mesh)
 
     def ask(taken: Taken) -> tuple[Assignment, Request]:
         placed = replace(placing or Placing(), virtual_stages=details.virtual_stages)
@@ -105,13 +105,14 @@ def reshard(
     return Resharding(conversion, into.name, assignment, tuple(taken.unheld))
 
 
-def _named(taken: Taken, naming: Naming | None, target: Target) -> tuple[Taken, tuple[str, ...]]:
+def _named(taken: Taken, naming: Naming | None, target: Target, mesh: Mesh) -> tuple[Taken, tuple[str, ...]]:
     """What was taken, under the names that are asked for, and what is to be said about them."""
     if target.parts_layers:
         taken = replace(taken, selection=replace(taken.selection, tensors=layers_apart(taken.selection.tensors)))
     if naming is None or not naming.names:
         return replace(taken, selection=spell(taken.selection, target.spelling)), ()
-    named = name_tensors(taken.selection, taken.snapshot, replace(naming, is_stacked=target.spelling == STACKED))
+    naming = replace(naming, is_stacked=target.spelling == STACKED, mesh=mesh if target.keeps_arguments else None)
+    named = name_tensors(taken.selection, taken.snapshot, naming)
     return replace(taken, selection=named.selection), named.notes
 
 

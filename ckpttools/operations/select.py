@@ -126,8 +126,9 @@ def select(checkpoint: Checkpoint, choice: Choice, *, is_weights_only_by_default
 
 
 def arguments_of(checkpoint: Checkpoint, choice: Choice) -> tuple[ObjectEntry, ...]:
-    """The arguments of the training run, which say of what kind the model is, unless they are excluded. Pure."""
-    places = (("args",), ("common", "args"))
+    """The arguments of the training run, which say of what kind the model is, and the version that says how its rows are ordered,
+    unless they are excluded. Pure."""
+    places = [(*common, name) for common in ((), ("common",)) for name in ("args", "checkpoint_version")]
     return tuple(o for o in checkpoint.objects if o.path in places and not _matches(o.name, choice.exclude))
 
 

@@ -48,6 +48,7 @@ def model(directory: str, settings: dict[str, object]) -> dict[str, object]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     vocabulary, length = settings.pop("vocabulary"), settings.pop("length")
+    tokens = settings.pop("tokens", vocabulary)
     experts = settings.get("num_moe_experts")
     config = TransformerConfig(use_cpu_initialization=True, params_dtype=torch.bfloat16, **settings)
     spec = get_gpt_layer_local_spec(num_experts=experts)
@@ -55,7 +56,9 @@ def model(directory: str, settings: dict[str, object]) -> dict[str, object]:
     state = {"model": built.sharded_state_dict()}
     loaded = dist_checkpointing.load(state, directory)
     built.load_state_dict(loaded["model"], strict=False)
-    return {"tensors": {k: digest(v) for k, v in built.state_dict().items() if isinstance(v, torch.Tensor)}}
+    ends = ("word_embeddings.weight", "output_layer.weight")  # whose further rows pad the vocabulary
+    tensors = {k: v[:tokens] if k.endswith(ends) else v for k, v in built.state_dict().items() if isinstance(v, torch.Tensor)}
+    return {"tensors": {k: digest(v) for k, v in tensors.items()}}
 
 
 def rank(path: str, settings: dict[str, object]) -> dict[str, object]:

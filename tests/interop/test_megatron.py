@@ -72,6 +72,7 @@ def test_a_model_of_megatron_core_loads_it(tmp_path: Path) -> None:
     ours = load(str(tmp_path / "out"), "model", json.dumps(settings))
     theirs = load(str(target.path), "model", json.dumps(settings))
     assert ours == theirs
+    assert ours == load(str(tmp_path / "out"), "model", json.dumps(settings | {"vocabulary": 128, "tokens": 96}))
     assert target.tensors["output_layer.weight"].digests == {ours["tensors"]["output_layer.weight"]}
 
 

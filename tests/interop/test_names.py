@@ -71,6 +71,35 @@ def test_to_megatron_and_back_gives_the_same_bytes_and_logits(kind: str, tmp_pat
         assert torch.equal(model(tokens).logits, returned(tokens).logits)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["megatron-dist", "megatron-legacy"])
+@pytest.mark.parametrize("kind", ["llama", "llama_tied", "mistral", "qwen2", "mixtral", "gpt2"])
+def test_arguments_of_the_config_go_along_and_lead_back_to_it(kind: str, target: str, tmp_path: Path) -> None:
+    """Megatron's files state the model; from them alone, without the config, comes a model with the same logits."""
+    import transformers as hf
+
+    model = built(kind)
+    model.save_pretrained(tmp_path / "hf")
+    reshard(str(tmp_path / "hf"), str(tmp_path / "m"), target=target, mesh=Mesh.parse("tp=2,pp=2"), naming=Naming(("megatron",)))
+    for config in tmp_path.glob("m/*config.json"):
+        config.unlink()
+    first = next(tmp_path.glob("m/mp_rank_00*/*.pt"), tmp_path / "m" / "common.pt")
+    stored = torch.load(first, weights_only=False)
+    args = stored["args"]
+    assert (4, 32, 4, 64, 64, 2, 2, 0, 3.0) == (
+        *(args.num_layers, args.hidden_size, args.num_attention_heads, args.vocab_size, args.padded_vocab_size),
+        *(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, stored["iteration"], stored["checkpoint_version"]),
+    )
+    assert (kind in ("llama_tied", "gpt2")) is not args.untie_embeddings_and_output_weights
+    assert (kind != "gpt2") is args.swiglu
+    back = consolidate(str(tmp_path / "m"), str(tmp_path / "back"), naming=Naming(("hf",)))
+    assert [] == [note for note in back.notes if "not written" in note]
+    returned = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    tokens = torch.arange(24).reshape(2, 12) % 64
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, returned(tokens).logits)
+
+
 def test_query_rows_of_megatron_are_the_groups_of_the_fused_tensor(tmp_path: Path) -> None:
     model = built("llama")
     model.save_pretrained(tmp_path / "hf")
