@@ -176,6 +176,7 @@ def resharding(result: Resharding) -> dict[str, Any]:
         "aliases": converted.selection.aliases,
         "left": list(converted.selection.left),
         "dropped": list(result.dropped),
+        "made_again": list(result.made_again),
         "rules": result.assignment.rules.name,
         "rules_toml": render_rules(result.assignment.rules),
         "placements": [

@@ -30,6 +30,7 @@ _TARGETS = (
 )
 """Those of `operations.targets`, which is not loaded for a help text."""
 _MAX_DROPPED = 12
+_MAX_MADE_AGAIN = 6
 _EPILOG = options.examples(
     "ckpttools reshard checkpoint/step-1000 restart/ --to dcp --mesh fsdp=48",
     "ckpttools reshard checkpoint/step-1000 restart/ --to dcp --mesh tp=2,fsdp=4 --dry-run",
@@ -220,6 +221,12 @@ def _write_plan(resharding: Resharding) -> None:
 
 def _write_heard(resharding: Resharding) -> None:
     """What people should hear of the source and of names, and what is not in the output."""
+    again = resharding.made_again
+    if again:
+        listed = ", ".join(again[:_MAX_MADE_AGAIN]) + (
+            f", and {len(again) - _MAX_MADE_AGAIN} more" if len(again) > _MAX_MADE_AGAIN else ""
+        )
+        render.write_data(f"not written, since the engine makes them again: {listed}")
     for note in resharding.conversion.notes:
         render.write_data(note)
     for name in resharding.dropped[:_MAX_DROPPED]:

@@ -19,7 +19,7 @@ from ckpttools.execute import Executed, run
 from ckpttools.execute.run import Finish
 from ckpttools.findings import Finding
 from ckpttools.layouts import SEAL_NAME, Snapshot, open_snapshot, sniff
-from ckpttools.model import ArrangedFile, Arrangement, FileEntry, TensorEntry
+from ckpttools.model import ArrangedFile, Arrangement, Checkpoint, FileEntry, TensorEntry
 from ckpttools.operations.prove import SourceProof
 from ckpttools.operations.replicas import REPLICA_HINT
 from ckpttools.operations.select import Selection
@@ -56,10 +56,14 @@ class Conversion:
     """Source tensors inside of objects that go over byte for byte."""
     derived: tuple[TensorEntry, ...] = ()
     """Source tensors that are not written because their masters stand for them."""
+    made_again: tuple[str, ...] = ()
+    """Names of tensors that are not written because they follow from the rest, and whoever loads the output makes them again."""
     notes: tuple[str, ...] = ()
     """What people should hear: of names that were converted, and of what the source cannot prove."""
     resumed_bytes: int = 0
     """Bytes that an earlier, interrupted run had written."""
+    unwritten: tuple[str, ...] = ()
+    """Names of objects that were selected and that the output, read back, does not show."""
     was_done: bool = False
     """Whether an earlier run had written all of it, so that nothing was written now."""
     replicas: Mapping[str, object] = field(default_factory=dict)
@@ -98,6 +102,7 @@ def carry_out(conversion: Conversion, snapshot: Snapshot, manner: Manner) -> Con
     if is_url(conversion.destination):  # there the output becomes visible as it is written, so the source is proved first
         proof.read_first()
     sealed: list[Seal] = []
+    seen: list[Checkpoint] = []
 
     def write(target: LocalTarget | UrlTarget | StandingTarget, *, is_verifying: bool) -> Executed:
         return run(
@@ -109,7 +114,7 @@ def carry_out(conversion: Conversion, snapshot: Snapshot, manner: Manner) -> Con
             progress=manner.progress,
             overwrite=manner.is_overwriting,
             verify=is_verifying,
-            finish=_finisher(conversion, snapshot, proof, sealed, target),
+            finish=_finisher(conversion, snapshot, proof, sealed, seen, target),
             watch=proof.watch,
             roundings={} if is_url(conversion.destination) else _roundings(conversion, proof),
         )
@@ -126,8 +131,10 @@ def carry_out(conversion: Conversion, snapshot: Snapshot, manner: Manner) -> Con
             e.found = f"not what would be written: {other}"
             raise e from other
     if is_url(conversion.destination):
-        _require_readable(conversion, conversion.destination)
-    return replace(_with_results(conversion, executed, sealed[0]), was_done=standing is not None)
+        seen.append(_require_readable(conversion, conversion.destination))
+    return replace(
+        _with_results(conversion, executed, sealed[0]), was_done=standing is not None, unwritten=_unwritten(conversion, seen)
+    )
 
 
 def _roundings(conversion: Conversion, proof: SourceProof) -> dict[str, DType]:
@@ -141,6 +148,7 @@ def _finisher(
     snapshot: Snapshot,
     proof: SourceProof,
     sealed: list[Seal],
+    seen: list[Checkpoint],
     target: LocalTarget | UrlTarget | StandingTarget,
 ) -> Finish:
     """What is done when all is written and (on a local disk) nothing is visible yet: prove the source, read, and seal."""
@@ -149,9 +157,9 @@ def _finisher(
         read = [(conversion.plan.tensors[t.spec.name].source.name, t) for t in executed.tensors]
         proof.require({n: t.source_digest for n, t in read}, {n: t.rounded_digest for n, t in read if t.rounded_digest})
         if isinstance(target, LocalTarget):
-            _require_readable(conversion, target.built)
+            seen.append(_require_readable(conversion, target.built))
         elif isinstance(target, StandingTarget):
-            _require_readable(conversion, conversion.destination)
+            seen.append(_require_readable(conversion, conversion.destination))
         inner = proof.digests_of(conversion.carried)
         sealed.append(_seal(conversion, snapshot, executed, inner))
         return {_seal_name(conversion): render_seal(sealed[0])}
@@ -240,8 +248,17 @@ def _literal_digest(file: ArrangedFile) -> str:
     return digest_bytes(b"".join(literal.data for literal in file.literals))
 
 
-def _require_readable(conversion: Conversion, location: str) -> None:
-    """Our own reader understands what was written there, and sees the tensors that were meant."""
+def _unwritten(conversion: Conversion, seen: Sequence[Checkpoint]) -> tuple[str, ...]:
+    """Objects that were selected and that the output does not show, neither whole nor in parts."""
+    paths = [o.path for checkpoint in seen for o in checkpoint.objects]
+    shown = {path[:i] for path in paths for i in range(1, len(path) + 1)}
+    whole = set(paths)
+    chosen = conversion.selection.objects
+    return tuple(o.name for o in chosen if o.path not in shown and not any(o.path[:i] in whole for i in range(1, len(o.path))))
+
+
+def _require_readable(conversion: Conversion, location: str) -> Checkpoint:
+    """Our own reader understands what was written there, and sees the tensors that were meant; what it sees."""
     checkpoint = open_snapshot(location, is_located=True).checkpoint
     found = {t.name: (t.spec.dtype, t.spec.shape) for t in checkpoint.tensors if t.name in conversion.plan.tensors}
     meant = {name: (t.dtype, t.source.spec.shape) for name, t in conversion.plan.tensors.items()}
@@ -256,3 +273,4 @@ def _require_readable(conversion: Conversion, location: str) -> None:
     errors += [Finding("extra-tensor", n, "none of this name", "one that was not to be written") for n in extra[:20]]
     if errors:
         raise FindingsError(f"what was written does not read back: {conversion.destination}", errors)
+    return checkpoint

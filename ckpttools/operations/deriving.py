@@ -49,7 +49,9 @@ def without_derived(taken: Taken, target: Target, details: Details, mesh: Mesh) 
     rows = derived.rows
     tensors = {n: first_rows(t, rows[n]) if n in rows else t for n, t in rounded.items() if n not in out}
     left = tuple(rounded[n] for n in derived.left if rounded[n].rounded_from)
-    return replace(taken, selection=replace(selection, tensors=tensors, aliases=same), derived=left)
+    return replace(
+        taken, selection=replace(selection, tensors=tensors, aliases=same), derived=left, made_again=tuple(sorted(derived.left))
+    )
 
 
 def _master(derived: Derived, name: str, taken: Taken) -> str:

@@ -30,6 +30,8 @@ class Taken:
     """Tensors inside of objects that go over byte for byte."""
     derived: tuple[TensorEntry, ...] = ()
     """Weights that are not written because their masters stand for them."""
+    made_again: tuple[str, ...] = ()
+    """Output names of all tensors that are not written because whoever loads the output makes them again."""
 
 
 def take(snapshot: Snapshot, target: Target, choice: Choice, allowed: Sequence[str]) -> Taken:

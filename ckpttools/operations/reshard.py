@@ -39,6 +39,12 @@ class Resharding:
     dropped: tuple[str, ...] = ()
     """Names of what the target cannot hold."""
 
+    @property
+    def made_again(self) -> tuple[str, ...]:
+        """Names of tensors and objects that are not written because whoever loads the output makes them again."""
+        is_told = BY_NAME[self.target].derives is not None  # other layouts call their objects otherwise
+        return (*self.conversion.made_again, *(self.conversion.unwritten if is_told else ()))
+
     def draws(self) -> list[Draw]:
         """What each rank of the mesh needs of the source, rank by rank."""
         return draws(self.assignment.tensors, self.assignment.mesh, self.conversion.selection.tensors)
@@ -151,7 +157,14 @@ def _conversion(snapshot: Snapshot, taken: Taken, arrangement: Arrangement, dest
         listing=snapshot.listing,
     )
     return Conversion(
-        plan, taken.selection, arrangement, destination, is_file=False, carried=taken.carried, derived=taken.derived
+        plan,
+        taken.selection,
+        arrangement,
+        destination,
+        is_file=False,
+        carried=taken.carried,
+        derived=taken.derived,
+        made_again=taken.made_again,
     )
 
 

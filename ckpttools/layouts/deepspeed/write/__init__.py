@@ -73,6 +73,7 @@ def arrange_ranks(entries: Entries) -> Arrangement:
     Raises: ConversionError: when something that a resumed training needs is not there, or has no place.
     """
     _require_writable(entries)
+    _require_masters_of_padding(entries)
     return Arrangement("deepspeed", tuple(f for pp, tp in entries.grid.places() for f in _files(entries.of(pp, tp))))
 
 
@@ -100,6 +101,22 @@ def _files(given: Given) -> Iterator[ArrangedFile]:
     yield from layer_files(given)
     yield from expert_files(given)
     yield from optimizer_files(given) if given.stage else expert_optimizer_files(given)
+
+
+def _require_masters_of_padding(entries: Entries) -> None:
+    """Flat groups have an element of each state for every one of a weight, those of rows that pad a vocabulary included."""
+    for name in entries.trained:
+        master = entries.master(name)
+        if master is not None and master.spec.shape != entries.shape(name):
+            raise ConversionError(
+                f"rows that pad a vocabulary have weights and no masters: {name}",
+                expected=f"masters of {entries.shape(name)[0]} rows, as the weight has",
+                found=f"{master.spec.shape[0]} rows, as universal checkpoints have them; DeepSpeed sets the others to zero",
+                hints=[
+                    "DeepSpeed loads the universal checkpoint itself, for any ranks",
+                    "--to deepspeed-universal for another tp",
+                ],
+            )
 
 
 def _require_writable(entries: Entries) -> None:

@@ -1,0 +1,58 @@
+"""What random conversions to DeepSpeed and back have found: nothing is lost without a word; what cannot be is refused first."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ckpttools.errors import ConversionError
+from tests.layouts.test_deepspeed_write import both_ways, differences, names, resharded, tag
+
+
+class TestVocabularies:
+    @pytest.mark.parametrize("mesh", ["dp=1", "dp=2,tp=2", "tp=4"])
+    def test_universal_checkpoint_is_written_without_the_rows_that_pad_it(self, tmp_path, mesh):
+        source = tag("mp2_dp2_zero1_bf16")
+        out = resharded(source, tmp_path / "out", to="deepspeed-universal", mesh=mesh, stage=1)
+        cut = differences(out, source)
+        assert {"shape-mismatch"} == {d.split()[0] for d in cut}
+        assert all(d.split()[1].startswith("optimizer.state.embedding.word_embeddings.weight.") for d in cut)
+
+    @pytest.mark.parametrize("stage", [0, 1, 2])
+    def test_padding_rows_without_masters_are_refused_before_anything_is_written(self, tmp_path, stage):
+        with pytest.raises(ConversionError, match="pad a vocabulary") as refused:
+            resharded(tag("universal_tp2_dp2_zero1"), tmp_path / "out", mesh="dp=2,tp=2", stage=stage)
+        assert "59 rows" in refused.value.found
+        assert [] == list(tmp_path.iterdir())
+
+    def test_universal_checkpoint_of_a_padded_vocabulary_goes_to_other_ranks(self, tmp_path):
+        source = tag("universal_tp2_dp2_zero1")
+        away = resharded(source, tmp_path / "away", to="deepspeed-universal", mesh="tp=4", stage=1)
+        assert [] == both_ways(away, source)
+
+
+class TestWhatIsNotWritten:
+    def asked(self, ckpttools, source, out, stage, *options):
+        line = ["reshard", source, out, "--to", "deepspeed", "--mesh", "dp=2", "--zero", stage, *options]
+        answer = ckpttools(*map(str, line))
+        assert 0 == answer.exit_code
+        return answer.stdout
+
+    @pytest.mark.parametrize("stage", [0, 3])
+    def test_settings_and_weights_that_an_engine_makes_again_are_named(self, ckpttools, tmp_path, stage):
+        source = tag("zero2_bf16_w2_3tags")
+        told = set(json.loads(self.asked(ckpttools, source, tmp_path / "out", stage, "--json"))["made_again"])
+        assert "optimizer.clip_grad" in told
+        assert (stage == 3) == ("embed.weight" in told)
+        lost = names(source) - names(tmp_path / "out")
+        assert lost <= told
+
+    def test_text_says_it_too(self, ckpttools, tmp_path):
+        text = self.asked(ckpttools, tag("zero2_bf16_w2_3tags"), tmp_path / "out", 0)
+        assert "the engine makes them again: " in text
+        assert "optimizer.clip_grad" in text
+
+    def test_nothing_is_said_where_all_is_written(self, ckpttools, tmp_path):
+        source = tag("zero2_bf16_w2_3tags")
+        assert "again" not in self.asked(ckpttools, source, tmp_path / "out", 2)
