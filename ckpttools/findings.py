@@ -44,7 +44,11 @@ TABLE: tuple[Code, ...] = (
     ),
     Code("missing-file", ERROR, "a manifest names a file that is not there", _GOOD_COPY, True),
     Code(
-        "missing-rank", ERROR, "the file of a rank is not there", "copy the file of that rank from the node that wrote it", True
+        "missing-rank",
+        ERROR,
+        "the file of a rank is not there",
+        "copy the file of that rank from the node that wrote it, or name that node's disk with --root",
+        True,
     ),
     Code("file-too-short", ERROR, "a file ends before the bytes that its manifest or header promises", _GOOD_COPY),
     Code("empty-file", ERROR, "a file that must hold data has 0 bytes", _GOOD_COPY),

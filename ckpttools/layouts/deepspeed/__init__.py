@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 
+from ckpttools.findings import WARNING, Finding
 from ckpttools.layouts.base import Contents, Part, Peek
 from ckpttools.layouts.deepspeed.book import Book, with_masters
 from ckpttools.layouts.deepspeed.modules import (
@@ -27,7 +28,7 @@ from ckpttools.layouts.deepspeed.names import Names, is_rank_file, parse_names
 from ckpttools.layouts.deepspeed.orders import add_orders
 from ckpttools.layouts.deepspeed.partitions import read_partitions
 from ckpttools.layouts.deepspeed.positions import read_without_zero
-from ckpttools.layouts.deepspeed.ranks import OptimizerFile, Ranks, bf16_of, find_ranks, open_models
+from ckpttools.layouts.deepspeed.ranks import ModelFile, OptimizerFile, Ranks, bf16_of, find_ranks, open_models
 from ckpttools.layouts.deepspeed.settings import (
     check_steps,
     client_trees,
@@ -119,9 +120,32 @@ def _open_book(files: Files, ranks: Ranks) -> Book:
         if info is None and table(top.get("universal_checkpoint_info")):
             info, where = top["universal_checkpoint_info"], path
     book = Book(ranks.tp, read_rules(info, where, files.findings), files.findings)
+    distinct: dict[int, ModelFile] = {}
     for model in ranks.models.values():
-        book.shared |= {alias: kept for alias, kept in model.shared.items() if alias != kept}
+        distinct.setdefault(id(model.shared), model)
+    for model in distinct.values():
+        ties = _ties(files, ranks, model)
+        book.shared |= ties or {}
+        book.has_all_ties &= ties is not None and "shared_params" in model.top
     return book
+
+
+def _ties(files: Files, ranks: Ranks, model: ModelFile) -> dict[str, str] | None:
+    """The ties that a model file states; None where they cannot be.
+
+    Releases before 0.9.2 took all parameters of ZeRO 3 for shared with the first one, since what is partitioned has no address:
+    a name that has values of its own beside a table of ties says that the table is wrong.
+    """
+    own = {name for group in model.shapes or [] for name in group} | set(model.frozen_shapes)
+    ties = {alias: kept for alias, kept in model.shared.items() if alias != kept}
+    wrong = [alias for alias in ties if alias in own]
+    if wrong and ranks.stage == 3:
+        expected = "`shared_params` with the further names of parameters that are kept once"
+        found = f"{len(wrong)} names of parameters that are kept by themselves, such as `{wrong[0]}`: none of it is believed"
+        remedy = "none needed for the weights; give tied ones their further names, which are not known here"
+        files.findings.append(Finding("container-inconsistent", model.path, expected, found, remedy, WARNING))
+        return None
+    return {alias: kept for alias, kept in ties.items() if alias not in own}
 
 
 def _read_tensors(book: Book, files: Files, names: Names, ranks: Ranks) -> None:

@@ -32,6 +32,8 @@ class Book:
     buffers: set[str] = field(default_factory=set)
     shared: dict[str, str] = field(default_factory=dict)
     """Further name of a tied parameter -> the name under which its state is kept."""
+    has_all_ties: bool = True
+    """Whether the files list every further name, and can be believed."""
     objects: dict[Path, ObjectEntry] = field(default_factory=dict)
     layers: dict[int, str] = field(default_factory=dict)
     """Number of each layer of a pipeline that has a file -> what its names begin with."""

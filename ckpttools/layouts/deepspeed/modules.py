@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from ckpttools.containers.torch_entries import RankFile
 from ckpttools.containers.torch_values import MalformedError, TensorValue, read_value
-from ckpttools.findings import Finding
+from ckpttools.findings import ERROR, WARNING, Finding
 from ckpttools.layouts.deepspeed.book import MASTER, WEIGHT, Book
 from ckpttools.layouts.deepspeed.experts import is_expert
 from ckpttools.layouts.deepspeed.fused_experts import split_number
@@ -53,8 +53,20 @@ def read_modules(book: Book, files: Files, ranks: Ranks) -> None:
             elif name in model.buffers or stored.numel:
                 book.add_whole(name, WEIGHT, mp % ranks.tp, stored, dp, model.path, is_stale=dp > 0)
             elif name not in trained and name not in model.frozen_shapes and name not in book.shared and dp == 0:
-                files.findings.append(Finding("no-data", f"`{name}` in {model.path}", "values, or a shape", "an empty tensor"))
+                files.findings.append(_lost(model, name, may_be_tied=not book.has_all_ties))
         book.buffers |= model.buffers
+
+
+def _lost(model: ModelFile, name: str, *, may_be_tied: bool) -> Finding:
+    """A finding for an empty tensor of ZeRO 3 that nothing else in the files belongs to.
+
+    Since 0.9.2 tied names are listed, so it is lost; before, it may be tied to another parameter.
+    """
+    found = "an empty tensor, as of a parameter that was frozen when releases before 0.9.1 saved it"
+    severity, remedy = ERROR, "take it from the model that training started from"
+    if may_be_tied:
+        found, severity = f"{found}, or that is tied to another one", WARNING
+    return Finding("no-data", f"`{name}` in {model.path}", "values, or a shape", found, remedy, severity)
 
 
 def _is_empty(record: object) -> bool:

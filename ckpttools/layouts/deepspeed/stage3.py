@@ -26,6 +26,10 @@ from ckpttools.layouts.deepspeed.states import Files, Stored, count, items, numb
 from ckpttools.model import Piece
 from ckpttools.pickles.views import kind_of
 
+_OFFLOADED = (
+    "its values lie in `offloaded_tensors/`, on NVMe when it was saved: resume there, turn that offload off, and save again"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
@@ -35,17 +39,17 @@ class Stretch:
     groups: tuple[Stored | None, ...]
     starts: tuple[int, ...]
     """Where each begins in the stretch."""
+    held: int
+    """Elements in it, those of groups that have no such state included."""
 
     @property
     def dtype(self) -> DType | None:
         """Of its elements; None when nothing could be located."""
         return next((s.dtype for s in self.groups if s is not None), None)
 
-    @property
-    def held(self) -> int:
-        """Elements in it."""
-        last = self.groups[-1]
-        return self.starts[-1] + (last.numel if last else 0)
+    def has(self, at: int) -> bool:
+        """Whether the group that holds element `at` has this kind of state."""
+        return self.groups[max(0, bisect_right(self.starts, at) - 1)] is not None
 
     def pieces(self, shape: tuple[int, ...], at: int, first: int, stop: int, rank: int) -> list[Piece]:
         """The elements [first, stop) of a parameter, which begin at element `at` of the stretch."""
@@ -92,6 +96,8 @@ def read_stage3(
             if first == numel and book.holds(name, MASTER):  # nothing but padding
                 continue
             for stretch, dtype in stretches:
+                if stretch.key != MASTER and not stretch.has(at):
+                    continue
                 pieces, whole = stretch.pieces(shape, at, first, min(first + part, numel), rank), shape
                 if name in fused and fused[name].holds(shape, ep):
                     whole, pieces = fused[name].whole_shape(shape), fused[name].whole_pieces(pieces, ep, dtype)
@@ -118,10 +124,18 @@ def _checked_stretches(book: Book, files: Files, file: OptimizerFile, held: int,
         if stretch.held != held:
             what = "fp32 weights" if stretch.key == MASTER else f"`{stretch.key[0]}`"
             where, expected = f"{what} in {file.path}", f"{held} elements, {why}"
-            files.findings.append(Finding("group-mismatch", where, expected, f"{stretch.held} elements"))
+            is_elsewhere = stretch.held == 0 and _has_offloaded(files, file)
+            remedy = _OFFLOADED if is_elsewhere else ""
+            files.findings.append(Finding("group-mismatch", where, expected, f"{stretch.held} elements", remedy))
         if stretch.dtype is not None:
             found.append((stretch, stretch.dtype))
     return found
+
+
+def _has_offloaded(files: Files, file: OptimizerFile) -> bool:
+    """Whether swap files of an optimizer on NVMe lie beside it; they hold stretches that no file names."""
+    beside = file.path.rpartition("/")[0]
+    return any(f.path.startswith(f"{beside}/offloaded_tensors/".lstrip("/")) for f in files.listing)
 
 
 def _stretches(book: Book, files: Files, file: OptimizerFile) -> Iterator[Stretch]:
@@ -134,10 +148,12 @@ def _stretches(book: Book, files: Files, file: OptimizerFile) -> Iterator[Stretc
         for g, record in enumerate(items(file.top.get("fp32_flat_groups")))
     ]
     if not masters:
-        files.findings.append(Finding("bad-container", file.path, "`fp32_flat_groups`, as ZeRO 3 writes it", "none"))
+        remedy = _OFFLOADED if _has_offloaded(files, file) else ""
+        files.findings.append(Finding("bad-container", file.path, "`fp32_flat_groups`, as ZeRO 3 writes it", "none", remedy))
         return
     starts = (0, *accumulate(m.numel if m else 0 for m in masters[:-1]))
-    yield Stretch(MASTER, tuple(masters), starts)
+    held = starts[-1] + (masters[-1].numel if masters[-1] else 0)
+    yield Stretch(MASTER, tuple(masters), starts, held)
     states = numbered(table(file.top.get("optimizer_state_dict")).get("state"))
     for key in dict.fromkeys(k for g in range(len(masters)) for k in table(states.get(g))):
         vectors = [_vector(files, file, key, table(states.get(g)).get(key), g) for g in range(len(masters))]
@@ -152,7 +168,7 @@ def _stretches(book: Book, files: Files, file: OptimizerFile) -> Iterator[Stretc
             where = f"`{key}` of sub-group {g} in {file.path}"
             files.findings.append(Finding("group-mismatch", where, expected, f"{vector.numel} elements"))
         if pairs:
-            yield Stretch((key,), tuple(vectors), starts)
+            yield Stretch((key,), tuple(vectors), starts, held)
 
 
 def _vector(files: Files, file: OptimizerFile, key: str, record: object, g: int) -> Stored | None:

@@ -13,7 +13,7 @@ from math import prod
 
 from ckpttools.findings import Finding
 from ckpttools.layouts.deepspeed.book import MASTER, WEIGHT, Book
-from ckpttools.layouts.deepspeed.names import Names, state_name
+from ckpttools.layouts.deepspeed.names import SETTINGS, Names, state_name
 from ckpttools.layouts.deepspeed.parts import whole_piece
 from ckpttools.layouts.deepspeed.ranks import OptimizerFile, Ranks
 from ckpttools.layouts.deepspeed.stage3 import add_numbers, read_frozen
@@ -72,5 +72,7 @@ def _missing(names: Names, ranks: Ranks, trained: set[str]) -> list[Finding]:
     sample = next(iter(names.universal.values()), names.settings)
     root = sample[: sample.index("zero/")] if "zero/" in sample else ""
     absent = [root + state_name(name, state) for name in sorted(trained) for state in sorted(wanted) if state not in states[name]]
+    if not names.settings:
+        absent.insert(0, root + SETTINGS)
     found = f"{len(names.universal)} files"
     return [Finding("missing-file", path, "a file for every state of every parameter", found) for path in absent[:_MAX_NAMED]]

@@ -119,7 +119,20 @@ def _require_masters_of_padding(entries: Entries) -> None:
             )
 
 
+def _require_cuttable(entries: Entries) -> None:
+    """Refuse state that belongs to a rank and to no parameter: error feedback, the blocks of 8-bit optimizers."""
+    known = {*entries.trained, *entries.weights}
+    rankwise = [f"{name}.{key}" for name, states in entries.states.items() if name not in known for key in states]
+    if rankwise:
+        raise ConversionError(
+            f"optimizer state that each rank keeps for itself has no place on other ranks: {rankwise[0]}",
+            found=f"{len(rankwise)} tensors",
+            hints=["resume on as many ranks as saved it", "--exclude 'optimizer.state.*' leaves the optimizer's state behind"],
+        )
+
+
 def _require_writable(entries: Entries) -> None:
+    _require_cuttable(entries)
     if entries.stage not in (0, 1, 2, 3):
         raise ConversionError(f"no ZeRO stage to write: {entries.stage}", expected="0, 1, 2 or 3")
     for name in entries.trained:
