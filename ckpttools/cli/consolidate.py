@@ -67,7 +67,7 @@ def _require_one_size(dst: str, format_: str | None, *, is_single_file: bool) ->
 )
 @options.choice
 @options.names
-@click.option("--model-config", metavar="FILE", help="A config.json or params.json with the numbers of heads.  [default: SRC's]")
+@options.model_config
 @click.option(
     "--weights-only/--everything",
     default=None,
@@ -76,11 +76,7 @@ def _require_one_size(dst: str, format_: str | None, *, is_single_file: bool) ->
 @click.option("--expand-tied", is_flag=True, help="Write tied tensors under each of their names.")
 @options.allow_findings
 @options.output
-@options.json_output
-@options.jobs
-@options.memory
-@options.quiet
-@options.verbose
+@options.running
 def command(
     src: str,
     dst: str,

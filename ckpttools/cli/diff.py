@@ -48,11 +48,7 @@ def _tolerance(_ctx: click.Context, _param: click.Parameter, value: float | None
 @click.option("--weights-only", is_flag=True, help="The model's tensors alone, without other families and objects.")
 @click.option("--allow-missing", is_flag=True, help="What only one side has is no difference.")
 @click.option("--all", "is_all", is_flag=True, help="List what is the same too.")
-@options.json_output
-@options.jobs
-@options.memory
-@options.quiet
-@options.verbose
+@options.running
 def command(
     a: str,
     b: str,

@@ -19,11 +19,7 @@ _EPILOG = options.examples(
 @options.path
 @options.roots
 @options.algorithm
-@options.json_output
-@options.jobs
-@options.memory
-@options.quiet
-@options.verbose
+@options.running
 def command(
     path: str, roots: tuple[str, ...], algorithm: str, is_json: bool, jobs: int, memory: int, quiet: bool, verbose: bool
 ) -> ExitCode:

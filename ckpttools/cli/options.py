@@ -114,6 +114,11 @@ max_shard_size = click.option(
 verbose = click.option("--verbose", "-v", is_flag=True, help="Say more; tracebacks of unexpected errors.")
 quiet = click.option("--quiet", "-q", is_flag=True, help="No progress, and no text when all is well.")
 algorithm = click.option("--algorithm", type=click.Choice(["blake3", "sha256"]), default="blake3", help="Digest algorithm.")
+running = _together(json_output, jobs, memory, quiet, verbose)
+"""What a command that reads every value is told of how to run."""
+model_config = click.option(
+    "--model-config", metavar="FILE", help="A config.json or params.json with the numbers of heads.  [default: SRC's]"
+)
 
 
 choice = _together(

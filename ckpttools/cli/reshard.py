@@ -93,7 +93,7 @@ def _axis_names(_ctx: click.Context, _param: click.Parameter, value: tuple[str, 
 )
 @click.option("--pp-layers", callback=_stages, metavar="N,N,...", help="Layers of each pipeline stage.  [default: equal blocks]")
 @click.option("--virtual-stages", type=click.IntRange(1, 1024), default=1, help="Chunks of layers per stage.")
-@click.option("--model-config", metavar="FILE", help="A config.json or params.json with the numbers of heads.  [default: SRC's]")
+@options.model_config
 @click.option("--zero", type=click.IntRange(0, 3), help="ZeRO stage of the engine that resumes, with --to deepspeed.")
 @click.option("--files-per-rank", type=click.IntRange(1, 1024), default=1, show_default=True, help="Data files of each rank.")
 @click.option(
@@ -128,11 +128,7 @@ def _axis_names(_ctx: click.Context, _param: click.Parameter, value: tuple[str, 
 @click.option("--drop", is_flag=True, help="Leave behind what the target cannot hold.")
 @options.allow_findings
 @options.output
-@options.json_output
-@options.jobs
-@options.memory
-@options.quiet
-@options.verbose
+@options.running
 def command(
     src: str,
     dst: str,

@@ -38,11 +38,7 @@ _EPILOG = options.examples(
 @click.option("--against", metavar="OTHER", help="A seal, a hash list or another snapshot: are the tensors the same?")
 @click.option("--allow-missing", is_flag=True, help="With --against: tensors that only one side has are notes, not errors.")
 @click.option("--finite", is_flag=True, help="Also look for NaN and infinity (warnings).")
-@options.json_output
-@options.jobs
-@options.memory
-@options.quiet
-@options.verbose
+@options.running
 def command(
     path: str,
     roots: tuple[str, ...],

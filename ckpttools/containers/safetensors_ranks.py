@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol, TypeVar
 
 from ckpttools.containers.local_boxes import METADATA_KEY, LocalBoxes, parse_local_boxes, render_local_boxes
 from ckpttools.containers.safetensors_file import (
@@ -15,8 +16,8 @@ from ckpttools.containers.safetensors_file import (
 )
 from ckpttools.errors import ConversionError
 from ckpttools.findings import Finding
-from ckpttools.model import ArrangedFile, Literal, Mesh, Slot
-from ckpttools.placement.held import HeldTensor, held_by
+from ckpttools.model import ArrangedFile, Literal, Mesh, ObjectEntry, Slot, TensorSpec
+from ckpttools.placement.held import HeldTensor, held_by, uncuttable
 from ckpttools.placement.local import PlacedTensor
 
 
@@ -44,6 +45,35 @@ def arrange_rank_file(
         slots += held[spec.name].slots(offset)
         offset += spec.length_bytes
     return ArrangedFile(path, offset, tuple(slots), (Literal(0, header),))
+
+
+class _Measured(Protocol):
+    """A tensor, or a share of one."""
+
+    @property
+    def spec(self) -> TensorSpec: ...
+
+
+Tensor = TypeVar("Tensor", bound=_Measured)
+
+
+def in_parts(tensors: Iterable[tuple[str, Tensor]], max_bytes: int | None) -> list[dict[str, Tensor]]:
+    """Tensors by name, a dict per file: in order, a new one where the next tensor would exceed the limit; at least one. Pure."""
+    parts: list[dict[str, Tensor]] = [{}]
+    total_bytes = 0
+    for name, tensor in tensors:
+        if max_bytes is not None and parts[-1] and total_bytes + tensor.spec.length_bytes > max_bytes:
+            parts.append({})
+            total_bytes = 0
+        parts[-1][name] = tensor
+        total_bytes += tensor.spec.length_bytes
+    return parts
+
+
+def unholdable(tensors: Sequence[PlacedTensor], mesh: Mesh, objects: Sequence[ObjectEntry]) -> dict[str, str]:
+    """Per name of a tensor or object: why files of ranks in safetensors cannot hold it, whoever reads them. Pure."""
+    refused = {o.name: f"{o.kind}: safetensors holds tensors only" for o in objects}
+    return refused | unstorable(tensors, mesh) | uncuttable(tensors, mesh)
 
 
 def unstorable(tensors: Sequence[PlacedTensor], mesh: Mesh) -> dict[str, str]:

@@ -18,7 +18,7 @@ from itertools import islice
 from ckpttools.containers.jsons import shown
 from ckpttools.containers.local_boxes import LocalBoxes, pieces_of
 from ckpttools.containers.safetensors_file import SafetensorsEntry, SafetensorsHeader
-from ckpttools.containers.safetensors_ranks import arrange_rank_file, read_note, unstorable
+from ckpttools.containers.safetensors_ranks import arrange_rank_file, in_parts, read_note, unholdable
 from ckpttools.containers.safetensors_set import piece_of, read_headers
 from ckpttools.findings import Finding
 from ckpttools.layouts.base import Contents, Part, Peek
@@ -35,7 +35,7 @@ from ckpttools.model import (
     TensorSpec,
     render_path,
 )
-from ckpttools.placement.held import HeldTensor, held_by, require_axes, require_none, uncuttable
+from ckpttools.placement.held import held_by, require_axes, require_none
 from ckpttools.placement.local import PlacedTensor
 from ckpttools.storage.source import Listing, Source
 
@@ -68,7 +68,7 @@ def arrange_ranks(
     tied = {alias: kept for alias, kept in (aliases or {}).items() if alias != "format"}
     files = []
     for rank in range(mesh.ranks):
-        for part, held in enumerate(_parts(held_by(tensors, mesh, rank), max_part_bytes)):
+        for part, held in enumerate(in_parts(((h.spec.name, h) for h in held_by(tensors, mesh, rank)), max_part_bytes)):
             metadata = {**tied, "format": "pt"}
             if all(len(one.local.parts) == 1 for one in held.values()):
                 info = {name: {"saved_offsets": one.local.parts[0].box.offsets} for name, one in held.items()}
@@ -81,8 +81,7 @@ def refusals(
     tensors: Sequence[PlacedTensor], mesh: Mesh, *, objects: Sequence[ObjectEntry] = (), **_options: object
 ) -> dict[str, str]:
     """Per name of a tensor or object: why these files cannot hold it. Pure."""
-    refused = {o.name: f"{o.kind}: safetensors holds tensors only" for o in objects}
-    refused |= unstorable(tensors, mesh) | uncuttable(tensors, mesh)
+    refused = unholdable(tensors, mesh, objects)
     for tensor in tensors:
         shapes = [h.local.shape for rank in range(mesh.ranks) for h in held_by([tensor], mesh, rank)]
         if len(set(shapes)) > 1:
@@ -101,19 +100,6 @@ def _differs(tensor: PlacedTensor) -> str:
     if _GROUPED.fullmatch(tensor.spec.name) and not is_cut_in_parts:
         return "rows of query, key and value are grouped per head, and vLLM has all queries first, then keys and values"
     return ""
-
-
-def _parts(held: Sequence[HeldTensor], max_part_bytes: int | None) -> list[dict[str, HeldTensor]]:
-    """The tensors of each file of a rank: in order, a new file where the next one would exceed the limit."""
-    parts: list[dict[str, HeldTensor]] = [{}]
-    total_bytes = 0
-    for one in held:
-        if max_part_bytes is not None and parts[-1] and total_bytes + one.spec.length_bytes > max_part_bytes:
-            parts.append({})
-            total_bytes = 0
-        parts[-1][one.spec.name] = one
-        total_bytes += one.spec.length_bytes
-    return parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ckpttools.containers.safetensors_ranks import arrange_rank_file, unstorable
+from ckpttools.containers.safetensors_ranks import arrange_rank_file, in_parts, unholdable
 from ckpttools.model import Arrangement, Mesh, ObjectEntry, Path
 from ckpttools.placement.dedup import owners
-from ckpttools.placement.held import held_by, require_none, uncuttable
+from ckpttools.placement.held import held_by, require_none
 from ckpttools.placement.local import PlacedTensor
 
 _VERSION = "1.0"
@@ -43,7 +43,7 @@ def arrange_ranks(
     by_name = {t.spec.name: t for t in tensors}
     by_name |= {alias: by_name[kept] for alias, kept in (aliases or {}).items()}
     owner = owners([replace(t, spec=replace(t.spec, name=name)) for name, t in by_name.items()], mesh)
-    groups = _groups(by_name, max_file_bytes)
+    groups = in_parts(by_name.items(), max_file_bytes)  # as a consolidation would divide them
     files = []
     for rank in range(mesh.ranks):
         for i, group in enumerate(groups, 1):
@@ -60,23 +60,9 @@ def refusals(
     tensors: Sequence[PlacedTensor], mesh: Mesh, *, objects: Sequence[ObjectEntry] = (), **_options: object
 ) -> dict[str, str]:
     """Per name of a tensor or object: why these files cannot hold it. Pure."""
-    refused = {o.name: f"{o.kind}: safetensors holds tensors only" for o in objects}
-    refused |= unstorable(tensors, mesh) | uncuttable(tensors, mesh)
+    refused = unholdable(tensors, mesh, objects)
     for tensor in tensors:
         parts = max((len(h.local.parts) for r in range(mesh.ranks) for h in held_by([tensor], mesh, r)), default=1)
         if parts > 1:
             refused[tensor.spec.name] = f"a rank holds {parts} separate boxes of it, and a file has one box of a name"
     return refused
-
-
-def _groups(by_name: Mapping[str, PlacedTensor], max_file_bytes: int | None) -> list[dict[str, PlacedTensor]]:
-    """The tensors of each of the files that a consolidation would write: in order, a new one where the limit is passed."""
-    groups: list[dict[str, PlacedTensor]] = [{}]
-    total_bytes = 0
-    for name, tensor in by_name.items():
-        if max_file_bytes is not None and groups[-1] and total_bytes + tensor.spec.length_bytes > max_file_bytes:
-            groups.append({})
-            total_bytes = 0
-        groups[-1][name] = tensor
-        total_bytes += tensor.spec.length_bytes
-    return groups
