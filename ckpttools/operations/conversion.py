@@ -26,7 +26,7 @@ from ckpttools.operations.select import Selection
 from ckpttools.plan import Plan
 from ckpttools.seals import Seal, SealedFile, render_seal
 from ckpttools.storage.local_target import LocalTarget
-from ckpttools.storage.source import exists, is_url, open_source
+from ckpttools.storage.source import exists, holds_more_than, is_url, open_source
 from ckpttools.storage.standing import OtherwiseError, StandingTarget
 from ckpttools.storage.target import open_target
 from ckpttools.storage.upload import UrlTarget
@@ -37,6 +37,10 @@ COMPANIONS = re.compile(
     r"|(configuration|modeling|tokenization|processing)_.*\.py)"
 )
 """What transformers needs beside the weights; metrics, logs and training arguments stay behind."""
+
+
+_MAX_REPLACED_FILES = 20_000
+"""In a directory that this program did not seal; looking at each file of a home directory takes minutes."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +124,16 @@ def carry_out(conversion: Conversion, snapshot: Snapshot, manner: Manner) -> Con
         )
 
     standing: StandingTarget | None = None
+    target = open_target(conversion.destination, is_file=conversion.is_file)
     try:
-        executed = write(open_target(conversion.destination, is_file=conversion.is_file), is_verifying=manner.is_verifying)
+        executed = write(target, is_verifying=manner.is_verifying)
+    except FindingsError as e:
+        if isinstance(target, LocalTarget):
+            e.hints = (
+                *e.hints,
+                f"unfinished output is left in {target.partial}: for a run with --allow-findings, or to be deleted",
+            )
+        raise
     except DestinationExistsError as e:  # by a run that was killed when it had finished, or by a script that starts it twice
         standing = StandingTarget(conversion.destination, is_file=conversion.is_file)
         try:
@@ -178,7 +190,7 @@ def _with_results(conversion: Conversion, executed: Executed, seal: Seal) -> Con
     return replace(conversion, seal=seal, casts=casts, resumed_bytes=executed.resumed_bytes)
 
 
-def require_replaceable(destination: str, *, is_file: bool, is_overwriting: bool) -> None:
+def require_replaceable(destination: str, sources: Sequence[str], *, is_file: bool, is_overwriting: bool) -> None:
     """What can be told of a destination before anything is read: it is named, and what would be replaced is an output.
 
     A directory with other things in it is not replaced even with --overwrite: an empty variable in a script would
@@ -186,11 +198,16 @@ def require_replaceable(destination: str, *, is_file: bool, is_overwriting: bool
     """
     if not destination:
         raise UsageError("the destination has no name")
+    if not is_url(destination):
+        LocalTarget(destination, is_file=is_file).require_apart(sources)
     seal = f"{destination}.{SEAL_NAME}"
     if is_file and not is_overwriting and exists(seal) and not exists(destination):
         raise DestinationError(f"a seal is there already: {seal}", hints=["pass --overwrite to replace it"])
     if not is_file and is_overwriting and exists(destination):
         source, file = open_source(destination)
+        if not file and holds_more_than(destination, _MAX_REPLACED_FILES) and not exists(f"{destination}/{SEAL_NAME}"):
+            found = f"more than {_MAX_REPLACED_FILES} files, and no {SEAL_NAME}"
+            raise DestinationError(f"not taken for a checkpoint, so not replaced: {destination}", found=found)
         listing = source.listing()
         if not file and len(listing) and SEAL_NAME not in listing and not sniff(source, listing):
             names = ", ".join(f.path for f in list(listing)[:4])

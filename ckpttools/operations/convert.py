@@ -71,7 +71,7 @@ def consolidate(
         DestinationError, LockedError, StorageError: when it cannot be written.
     """
     format, is_file = _target_kind(destination, format)
-    require_replaceable(destination, is_file=is_file, is_overwriting=is_overwriting)
+    require_replaceable(destination, (location, *roots), is_file=is_file, is_overwriting=is_overwriting)
     snapshot = open_snapshot(location, roots=roots, is_located=True)
     allowed_findings = allowed(replicas, allowed_findings)
     require_whole(snapshot, allowed_findings)

@@ -85,7 +85,7 @@ def reshard(
     manner, choice, details = manner or Manner(), choice or Choice(), details or Details()
     into = _target(target, details)
     mesh = into.world(mesh)
-    require_replaceable(destination, is_file=False, is_overwriting=manner.is_overwriting)
+    require_replaceable(destination, (location, *roots), is_file=False, is_overwriting=manner.is_overwriting)
     snapshot = open_snapshot(location, roots=roots)
     manner = replace(manner, allowed_findings=allowed(replicas, manner.allowed_findings))
     taken = take(snapshot, into, choice, manner.allowed_findings)

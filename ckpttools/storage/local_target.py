@@ -44,7 +44,7 @@ class LocalTarget:
     def begin(self, *, overwrite: bool, sources: Sequence[str] = ()) -> None:
         """See `Target.begin`."""
         self._overwrite = overwrite
-        self._require_apart(sources)
+        self.require_apart(sources)
         try:
             self._require_free()
         except DestinationError:
@@ -57,8 +57,17 @@ class LocalTarget:
             raise _destination_error(e, e.filename or self._partial) from e
         self._require_free()
 
-    def _require_apart(self, sources: Sequence[str]) -> None:
-        """A source is never written to, nor deleted with the directory around it."""
+    @property
+    def partial(self) -> str:
+        """Where the output is built until it is whole, spelled as the destination was."""
+        beside = os.path.join(os.path.dirname(local_path(self.location).rstrip("/")), os.path.basename(self._partial))
+        return beside if os.path.realpath(beside) == self._partial else self._partial
+
+    def require_apart(self, sources: Sequence[str]) -> None:
+        """Refuse the root, the working directory and what is around a source: none of them is written to or deleted.
+
+        Raises: DestinationError. Looks at names alone.
+        """
         if not self._name:
             raise DestinationError(f"the destination is the root of the file system: {self.location}")
         here = os.path.realpath(os.curdir)

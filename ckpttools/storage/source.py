@@ -185,6 +185,25 @@ def exists(location: str) -> bool:
     return True
 
 
+def holds_more_than(location: str, count: int) -> bool:
+    """Whether more than `count` files and directories are below a local directory; stops as soon as that is known.
+
+    False for a URL: a store's listing comes a thousand names at a time. What may not be looked at does not count.
+    """
+    if is_url(location):
+        return False
+    waiting, seen = [local_path(location)], 0
+    while waiting:
+        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                seen += 1
+                if seen > count:
+                    return True
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+    return False
+
+
 def absolute(location: str) -> str:
     """`location` spelled so that it does not depend on the working directory."""
     return location if is_url(location) else os.path.abspath(local_path(location))

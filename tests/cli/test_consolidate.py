@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import uuid
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from ckpttools.errors import DestinationError
+from ckpttools.operations.conversion import require_replaceable
 from tests.conftest import Answer
 from tests.fixture_cases import FIXTURES
 
@@ -97,6 +100,49 @@ class TestDestination:
         answer = ckpttools("consolidate", SOURCE, tmp_path / "out", "--overwrite")
         assert answer.exit_code == 4
         assert (tmp_path / "out" / "notes.txt").exists()
+
+    @pytest.mark.parametrize("destination", ["/", ".", "..", "around", "around/ckpt", "around/ckpt/inner"])
+    def test_a_place_that_holds_more_is_refused_before_it_is_looked_at(
+        self, destination: str, ckpttools: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        source = tmp_path / "around" / "ckpt"
+        shutil.copytree(SOURCE, source)
+        (tmp_path / "here" / "in").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path / "here" / "in")
+        place = str(tmp_path / destination) if destination.startswith("around") else destination
+        assert ckpttools("consolidate", source, place, "--overwrite").exit_code == 4
+        assert ckpttools("reshard", source, place, "--overwrite", "--to", "dcp", "--mesh", "fsdp=2").exit_code == 4
+
+        monkeypatch.setattr(os, "scandir", lambda *_: pytest.fail("it was listed"))
+        with pytest.raises(DestinationError):
+            require_replaceable(place, (str(source),), is_file=False, is_overwriting=True)
+
+    def test_a_directory_of_very_many_files_is_no_checkpoint(
+        self, ckpttools: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ckpttools.operations.conversion._MAX_REPLACED_FILES", 3)
+        shutil.copytree(SOURCE, tmp_path / "out")
+        for i in range(4):
+            (tmp_path / "out" / f"{i}.txt").write_text("mine")
+        answer = ckpttools("consolidate", SOURCE, tmp_path / "out", "--overwrite")
+        assert answer.exit_code == 4
+        assert "more than 3 files" in answer.stderr
+
+        assert ckpttools("seal", tmp_path / "out").exit_code == 0
+        assert ckpttools("consolidate", SOURCE, tmp_path / "out", "--overwrite").exit_code == 0
+
+    def test_what_a_damaged_source_leaves_is_named(self, ckpttools: Run, tmp_path: Path) -> None:
+        answer = ckpttools(
+            "consolidate",
+            FIXTURES / "torch/dmg_distcp_bitflip_tensor/ckpt",
+            tmp_path / "out",
+            "--everything",
+            "--format",
+            "torch",
+        )
+        assert answer.exit_code == 1
+        for left in tmp_path.iterdir():
+            assert str(left) in answer.stderr
 
     def test_nothing_is_left_beside_the_output(self, ckpttools: Run, tmp_path: Path) -> None:
         assert ckpttools("consolidate", SOURCE, tmp_path / "out").exit_code == 0
