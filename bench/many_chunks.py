@@ -13,7 +13,7 @@ from pathlib import Path
 from ckpttools.containers.dcp_metadata import write_metadata
 from ckpttools.containers.torch_archive import TensorItem
 from ckpttools.dtypes import parse_dtype
-from ckpttools.model import Box, TensorSpec
+from ckpttools.model import Box, ChecksumSlot, Literal, TensorSpec
 
 ROW = 8
 
@@ -24,16 +24,19 @@ def main(root: Path, ranks: int, tensors: int) -> None:
     dtype = parse_dtype("float32")
     item = TensorItem.of(dtype, (1, ROW))
     blank = bytearray(item.length_bytes)
-    for literal in item.literals:
-        blank[literal.offset : literal.offset + len(literal.data)] = literal.data
+    around = [*item.frame.before, *item.frame.after]
+    for literal in (x for x in around if isinstance(x, Literal)):
+        start = item.data_offset + literal.offset
+        blank[start : start + len(literal.data)] = literal.data
+    sums = [item.data_offset + x.offset for x in around if isinstance(x, ChecksumSlot)]
     specs = [TensorSpec(f"layers.{t}.weight", dtype, (ranks, ROW)) for t in range(tensors)]
     for rank in range(ranks):
         with (root / f"__{rank}_0.distcp").open("wb") as file:
             for t in range(tensors):
                 values = struct.pack(f"<{ROW}f", rank, t, *range(ROW - 2))
                 blank[item.data_offset : item.data_offset + item.data_length] = values
-                for checksum in item.checksums:
-                    blank[checksum.offset : checksum.offset + 4] = zlib.crc32(values).to_bytes(4, "little")
+                for place in sums:
+                    blank[place : place + 4] = zlib.crc32(values).to_bytes(4, "little")
                 file.write(blank)
     boxes = [Box((rank, 0), (1, ROW)) for rank in range(ranks)]
     rows = [

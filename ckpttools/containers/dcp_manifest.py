@@ -6,6 +6,7 @@ TensorProperties lie in torch.distributed._shard.sharded_tensor.metadata, before
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ckpttools.containers.strangers import HEAD_BYTES, tell
@@ -77,17 +78,28 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         manifest.findings.append(Finding("bad-container", where, "Metadata with state_dict_metadata and storage_data", found))
         manifest.is_readable = False
         return manifest
+    pickled.value.state = None  # type: ignore[union-attr]  # it has members, so it is an object
     manifest.version = str(members.get("version") or "")
     manifest.others = {k: v for k, v in members.items() if k not in _MEMBERS}
-    for name, row in mapping_items(members["state_dict_metadata"]) or []:
+    for name, row in _emptied(members["state_dict_metadata"]):
         _take_row(manifest, name, row, where)
-    for index, info in mapping_items(members["storage_data"]) or []:
+    for index, info in _emptied(members["storage_data"]):
         _take_item(manifest, index, info, where)
-    for name, keys in mapping_items(members.get("planner_data") or {}) or []:
+    for name, keys in _emptied(members.get("planner_data") or {}):
         items = sequence_items(keys)
         if isinstance(name, str) and items and all(isinstance(k, (str, int)) for k in items):
             manifest.paths[name] = tuple(k for k in items if isinstance(k, (str, int)))
     return manifest
+
+
+def _emptied(mapping: object) -> Iterator[tuple[object, object]]:
+    """The keys and values of a mapping, which is empty afterwards: a million records go as the rows that they state come."""
+    items = mapping_items(mapping) or []
+    if isinstance(mapping, dict):
+        mapping.clear()
+    items.reverse()
+    while items:
+        yield items.pop()
 
 
 def _take_row(manifest: Manifest, name: object, row: object, where: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from ckpttools.containers.torch_archive import tensor_record
@@ -56,7 +57,13 @@ class RankMesh:
     @property
     def rank_bytes(self) -> bytes:
         """The values of the storage that `mesh_record` refers to: the ranks as int32."""
-        return struct.pack(f"<{len(self.ranks)}i", *self.ranks)
+        return _packed(self.ranks)
+
+
+@lru_cache(maxsize=64)
+def _packed(ranks: tuple[int, ...]) -> bytes:
+    """One stretch of bytes for the files of all ranks of a mesh."""
+    return struct.pack(f"<{len(ranks)}i", *ranks)
 
 
 def parse_release(text: str) -> Release:

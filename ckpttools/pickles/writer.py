@@ -157,6 +157,10 @@ class _Writer:
         if not value:
             self._emit(b")")
             return
+        if all(type(item) is int for item in value):  # the ranks of a mesh, in the file of each: not a task for every number
+            self._out += (b"(" if len(value) > 3 else b"") + b"".join(map(_SCALARS[int], value))
+            self._close_tuple(value)
+            return
         mark: list[Task] = [(self._emit, (b"(",))] if len(value) > 3 else []
         self._plan([*mark, *self._saves(value), (self._close_tuple, (value,))])
 

@@ -6,11 +6,12 @@ the bytes of the whole tensor and not of the box), v2.13.0.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from heapq import merge
 from typing import TypeVar
 
 from ckpttools.model import Box, Mesh
-from ckpttools.placement.local import PlacedTensor
+from ckpttools.placement.local import Holders, PlacedTensor, distinct_holders
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -31,11 +32,16 @@ def assign(plans: Sequence[Sequence[tuple[Key, int]]]) -> dict[Key, int]:
             if not ranks or ranks[-1] != rank:
                 ranks.append(rank)
             length_bytes[item] = count
-    totals = [0] * len(plans)
+    return _share_out(((item, length_bytes[item], ranks) for item, ranks in holders.items()), len(plans))
+
+
+def _share_out(items: Iterable[tuple[Key, int, Iterable[int]]], ranks: int) -> dict[Key, int]:
+    """The rank that writes each of some items (item, bytes, ranks that hold it in order), taken in their order."""
+    totals = [0] * ranks
     owner: dict[Key, int] = {}
-    for item, ranks in holders.items():
-        owner[item] = min(ranks, key=totals.__getitem__)
-        totals[owner[item]] += length_bytes[item] or 1
+    for item, length_bytes, holders in items:
+        owner[item] = min(holders, key=totals.__getitem__)
+        totals[owner[item]] += length_bytes or 1
     return owner
 
 
@@ -46,17 +52,22 @@ def owners(tensors: Sequence[PlacedTensor], mesh: Mesh) -> Mapping[str, dict[Box
     torch tells boxes apart by their offsets alone.
     """
     found: dict[str, dict[Box, int]] = {tensor.spec.name: {} for tensor in tensors}
-    plans: list[list[tuple[tuple[str, Box], int]]] = [
-        [
-            ((tensor.spec.name, part.box), tensor.spec.length_bytes)
-            for tensor in tensors
-            if (local := tensor.local(mesh, rank)) is not None
-            for part in local.parts
-        ]
-        for rank in range(mesh.ranks)
-    ]
-    filled = {(name, box.offsets) for plan in plans for (name, box), _ in plan if box.volume}
-    plans = [[item for item in plan if item[0][1].volume or (item[0][0], item[0][1].offsets) not in filled] for plan in plans]
-    for (name, box), rank in assign(plans).items():
+    length_bytes = {tensor.spec.name: tensor.spec.length_bytes for tensor in tensors}
+    held: dict[tuple[str, Box], list[Holders]] = {}
+    named: dict[tuple[str, Box], tuple[int, int, int]] = {}
+    """By box: (the first rank that names it, the tensor, the part), which is the order in which boxes are named."""
+    for number, tensor in enumerate(tensors):
+        for holders in distinct_holders(tensor.placement, mesh):
+            local = tensor.local(mesh, holders.first)
+            for i, part in enumerate(local.parts if local else ()):
+                held.setdefault((tensor.spec.name, part.box), []).append(holders)
+                named.setdefault((tensor.spec.name, part.box), (holders.first, number, i))
+    filled = {(name, box.offsets) for name, box in held if box.volume}
+    items = (
+        (item, length_bytes[item[0]], merge(*held[item]))
+        for item in sorted(held, key=named.__getitem__)
+        if item[1].volume or (item[0], item[1].offsets) not in filled
+    )
+    for (name, box), rank in _share_out(items, mesh.ranks).items():
         found[name][box] = rank
     return found

@@ -7,7 +7,7 @@ what torch calls a strided shard, and a fused row (query, key and value under on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -59,6 +59,18 @@ def coordinate(mesh: Mesh, rank: int) -> dict[str, int]:
         found[name] = rank % size
         rank //= size
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """Ranks that differ in the coordinates of some axes only: all of these, in order."""
+
+    first: int
+    steps: Sequence[int]
+    """What is added to the first for each; shared, since with axes that replicate there are many."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (self.first + step for step in self.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +140,21 @@ class PlacedTensor:
     def local(self, mesh: Mesh, rank: int) -> LocalTensor | None:
         """What a rank holds of it; None where it is of another stage or another rank's expert."""
         return local_tensor(self.spec.shape, self.placement, mesh, rank)
+
+
+def ranks_along(mesh: Mesh, axes: Collection[str]) -> list[int]:
+    """The ranks whose coordinates along all other axes are 0, in order. Pure."""
+    found = [0]
+    for name, size in mesh.axes:
+        found = [rank * size + at for rank in found for at in (range(size) if name in axes else (0,))]
+    return found
+
+
+def distinct_holders(placement: Placement, mesh: Mesh) -> Iterator[Holders]:
+    """The ranks of a mesh in groups that hold the same: those that differ in axes which neither cut nor place. Pure."""
+    deciding = {cut.axis for cut in placement.cuts} | {axis for axis, _ in placement.held_at}
+    steps = ranks_along(mesh, {name for name, _ in mesh.axes} - deciding)
+    return (Holders(first, steps) for first in ranks_along(mesh, deciding))
 
 
 def local_tensor(shape: Sequence[int], placement: Placement, mesh: Mesh, rank: int) -> LocalTensor | None:

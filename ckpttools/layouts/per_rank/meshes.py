@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from ckpttools.containers.dtensor_records import RankMesh
 from ckpttools.model import Mesh
-from ckpttools.placement.local import Cut, PlacedTensor, Placement, coordinate, local_tensor
+from ckpttools.placement.local import (
+    Cut,
+    Holders,
+    PlacedTensor,
+    Placement,
+    coordinate,
+    distinct_holders,
+    local_tensor,
+    ranks_along,
+)
 
 _STAGES = "pp"
 """Each stage of a pipeline has a mesh of its own."""
@@ -28,27 +38,33 @@ def mesh_cuts(tensor: PlacedTensor, mesh: Mesh) -> dict[int, list[str]] | None:
         return None
     if any(c.sections for c in cuts):
         plain = Placement(tuple(Cut(c.axis, c.dim) for c in cuts), tensor.placement.held_at)
-        for rank in range(mesh.ranks):
-            if tensor.local(mesh, rank) != local_tensor(tensor.spec.shape, plain, mesh, rank):
+        for holders in distinct_holders(tensor.placement, mesh):
+            if tensor.local(mesh, holders.first) != local_tensor(tensor.spec.shape, plain, mesh, holders.first):
                 return None
     return found
 
 
 def mesh_of_rank(mesh: Mesh, rank: int, left_out: Sequence[str], device_type: str, axis_names: Mapping[str, str]) -> RankMesh:
     """The mesh of the axes that are neither stages nor `left_out`, around a rank, with the groups of a fresh job."""
-    at = coordinate(mesh, rank)
     kept = [axis for axis in mesh.axes if axis[0] not in (_STAGES, *left_out)]
-    names = {name for name, _ in kept}
-    ranks = tuple(r for r in range(mesh.ranks) if all(coordinate(mesh, r)[a] == at[a] for a, _ in mesh.axes if a not in names))
-    groups = [(_group_name(mesh, rank, name), _group(mesh, rank, name)) for name, _ in kept]
+    ranks = _group(mesh, rank, frozenset(name for name, _ in kept))
+    groups = [(_group_name(mesh, rank, name), _group(mesh, rank, frozenset((name,)))) for name, _ in kept]
     shape = tuple(size for _, size in kept)
     return RankMesh(tuple(axis_names.get(n, n) for n, _ in kept), shape, ranks, rank, device_type, tuple(groups))
 
 
-def _group(mesh: Mesh, rank: int, axis: str) -> tuple[int, ...]:
-    """The ranks that differ from a rank in one axis only."""
-    at = coordinate(mesh, rank)
-    return tuple(r for r in range(mesh.ranks) if all(coordinate(mesh, r)[a] == at[a] for a, _ in mesh.axes if a != axis))
+def _group(mesh: Mesh, rank: int, axes: frozenset[str]) -> tuple[int, ...]:
+    """The ranks that differ from a rank in some axes only."""
+    first, at = 0, coordinate(mesh, rank)
+    for name, size in mesh.axes:
+        first = first * size + (0 if name in axes else at[name])
+    return _ranks_from(mesh, axes, first)
+
+
+@lru_cache(maxsize=1024)
+def _ranks_from(mesh: Mesh, axes: frozenset[str], first: int) -> tuple[int, ...]:
+    """One tuple for all ranks of a group: each has it in its file."""
+    return tuple(Holders(first, ranks_along(mesh, axes)))
 
 
 def _group_name(mesh: Mesh, rank: int, axis: str) -> str:
