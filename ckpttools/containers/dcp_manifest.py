@@ -78,7 +78,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         manifest.findings.append(Finding("bad-container", where, "Metadata with state_dict_metadata and storage_data", found))
         manifest.is_readable = False
         return manifest
-    pickled.value.state = None  # type: ignore[union-attr]  # it has members, so it is an object
+    if isinstance(pickled.value, Object):
+        pickled.value.state = None  # what a member states is let go of as it is taken
     manifest.version = str(members.get("version") or "")
     manifest.others = {k: v for k, v in members.items() if k not in _MEMBERS}
     for name, row in _emptied(members["state_dict_metadata"]):

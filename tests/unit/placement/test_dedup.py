@@ -62,3 +62,29 @@ def test_an_empty_box_is_there_once_and_never_in_the_place_of_a_full_one() -> No
     boxes = list(owners([strided], Mesh((("fsdp", 4), ("tp", 2))))["w"])
     assert len({box.offsets for box in boxes}) == len(boxes)
     assert cover((5,), [box for box in boxes if box.volume]).is_exact
+
+
+@given(st.data())
+def test_the_boxes_of_any_placement_are_shared_out_as_if_each_rank_were_asked(data: st.DataObject) -> None:
+    mesh = Mesh(tuple((axis, data.draw(st.integers(1, 3))) for axis in ("dp", "fsdp", "tp")))
+    cuts = st.lists(st.sampled_from([Cut("fsdp", 0), Cut("tp", 0), Cut("tp", 1)]), max_size=2, unique_by=lambda cut: cut.axis)
+    held = st.lists(st.sampled_from([("dp", (0,)), ("tp", (0, 1))]), max_size=1)
+    tensors = [
+        PlacedTensor(TensorSpec(f"t{i}", FP32, (data.draw(st.integers(1, 5)), 3)), (f"t{i}",), placement=placement)
+        for i, placement in enumerate(
+            Placement(tuple(data.draw(cuts)), tuple(data.draw(held))) for _ in range(data.draw(st.integers(1, 3)))
+        )
+    ]
+    named = [
+        [
+            ((t.spec.name, part.box), t.spec.length_bytes)
+            for t in tensors
+            if (local := t.local(mesh, rank))
+            for part in local.parts
+        ]
+        for rank in range(mesh.ranks)
+    ]
+    filled = {(name, box.offsets) for plan in named for (name, box), _ in plan if box.volume}
+    kept = [[x for x in plan if x[0][1].volume or (x[0][0], x[0][1].offsets) not in filled] for plan in named]
+    found = {(name, box): rank for name, boxes in owners(tensors, mesh).items() for box, rank in boxes.items()}
+    assert found == assign(kept)
