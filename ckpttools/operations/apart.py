@@ -14,7 +14,7 @@ from itertools import groupby, product
 from ckpttools.containers.parts import StoredTensor
 from ckpttools.geometry import intersect
 from ckpttools.layouts.families import MODEL
-from ckpttools.model import Box, Piece, TensorEntry, TensorSpec
+from ckpttools.model import VOID, Box, Piece, TensorEntry, TensorSpec
 
 _STACK = re.compile(r"(?P<before>(?:.*\.)?(?:encoder|decoder)\.layers)\.(?P<rest>(?!\d+\.).+)")
 _EXPERTS = "mlp.experts.experts."
@@ -72,8 +72,8 @@ def _slice(entry: TensorEntry, piece: Piece, index: tuple[int, ...]) -> Piece | 
     return Piece(Box(piece.box.offsets[axes:], sizes), replace(extent, strides=strides), piece.rank)
 
 
-def first_rows(entry: TensorEntry, rows: int) -> TensorEntry:
-    """A tensor without what comes after its first rows, under the same name. Pure."""
+def with_rows(entry: TensorEntry, rows: int) -> TensorEntry:
+    """A tensor with so many rows, under the same name: without its last ones, or with zeros for further ones. Pure."""
     whole = Box((0,) * len(entry.spec.shape), (rows, *entry.spec.shape[1:]))
 
     def within(piece: Piece) -> Piece | None:
@@ -86,4 +86,12 @@ def first_rows(entry: TensorEntry, rows: int) -> TensorEntry:
 
     pieces = tuple(p for piece in entry.pieces if (p := within(piece)) is not None)
     replicas = tuple(p for piece in entry.replicas if (p := within(piece)) is not None)
+    more = rows - entry.spec.shape[0]
+    if more > 0 and pieces:
+        others = entry.spec.shape[1:]
+        box = Box((entry.spec.shape[0], *(0 for _ in others)), (more, *others))
+        extent = replace(
+            pieces[0].extent, length=entry.spec.dtype.item_bytes, strides=(0, *(0 for _ in others)), transforms=(VOID,)
+        )
+        pieces += (Piece(box, extent, pieces[0].rank),)
     return replace(entry, spec=replace(entry.spec, shape=whole.sizes), pieces=pieces, replicas=replicas, stale_copies=())

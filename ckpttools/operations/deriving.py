@@ -9,7 +9,7 @@ from ckpttools.gather import Gather
 from ckpttools.geometry import tiles
 from ckpttools.layouts.deepspeed.write import Derived
 from ckpttools.model import Box, Mesh, TensorEntry
-from ckpttools.operations.apart import first_rows
+from ckpttools.operations.apart import with_rows
 from ckpttools.operations.holding import Taken
 from ckpttools.operations.targets import Details, Target
 
@@ -41,13 +41,13 @@ def without_derived(taken: Taken, target: Target, details: Details, mesh: Mesh) 
                 raise ConversionError(f"{text}, and {name} is not the same", found=found, hints=[f"--exclude '{name}'"])
     same = {**derived.aliases, **derived.equal, **derived.tied}
     out = derived.left | same.keys()
-    cut = {selection.tensors[n].name for n in derived.rows}  # what is left of a master is not what a whole weight rounds
+    cut = {selection.tensors[n].name for n in derived.rows}  # such a master is not what its weight rounds
     rounded = {
         n: replace(t, rounded_from=_master(derived, n, taken) or (t.rounded_from if t.rounded_from not in cut else ""))
         for n, t in selection.tensors.items()
     }
     rows = derived.rows
-    tensors = {n: first_rows(t, rows[n]) if n in rows else t for n, t in rounded.items() if n not in out}
+    tensors = {n: with_rows(t, rows[n]) if n in rows else t for n, t in rounded.items() if n not in out}
     left = tuple(rounded[n] for n in derived.left if rounded[n].rounded_from)
     return replace(
         taken, selection=replace(selection, tensors=tensors, aliases=same), derived=left, made_again=tuple(sorted(derived.left))

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from ckpttools.layouts import open_snapshot
+from ckpttools.layouts.deepspeed.write.stages import balanced_bounds, uniform_bounds
 from ckpttools.model import Mesh
 from ckpttools.operations.place import Placing
 from ckpttools.operations.reshard import reshard
@@ -245,3 +246,16 @@ def test_universal_checkpoint_is_what_ds_to_universal_writes(case, mesh, tmp_pat
                 assert one.keys() == other.keys(), path
                 assert torch.equal(one.pop("param"), other.pop("param")), path
             assert one == other, path
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_layers_are_divided_as_deepspeed_divides_them(seed):
+    from random import Random
+
+    from deepspeed.runtime.utils import partition_balanced, partition_uniform
+
+    random = Random(seed)
+    weights = [random.choice((0, 1, 1, 7, random.randrange(100))) for _ in range(random.randrange(1, 14))]
+    for stages in range(1, 6):
+        assert list(map(int, partition_balanced(weights, stages))) == balanced_bounds(weights, stages)
+        assert list(map(int, partition_uniform(len(weights), stages))) == uniform_bounds(len(weights), stages)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from ckpttools.errors import CkpttoolsError
 from ckpttools.layouts import open_snapshot
 from ckpttools.model import Mesh
 from ckpttools.operations.place import Placing
 from ckpttools.operations.reshard import reshard
+from ckpttools.operations.select import Choice
 from ckpttools.operations.targets import Details
 from ckpttools.operations.validate import validate
 from tests.fixture_cases import FIXTURES
@@ -159,3 +162,96 @@ class TestEveryAxis:
         back = resharded(away, tmp_path / "back", stage=home[0], mesh=home[1], placing=placing)
         assert [] == both_ways(back, source)
         assert {p.name for p in source.iterdir()} == {p.name for p in back.iterdir() if p.name != "ckpttools-seal.json"}
+
+    @pytest.mark.parametrize(
+        ("name", "mesh", "stage"),
+        [
+            ("bloom_tp2_pp2", "pp=2,dp=1,tp=2", 1),
+            ("moe_ep2_zero2_bf16", "dp=2,ep=2", 2),
+            ("zero0_fp32_w2", "dp=2", 0),
+        ],
+    )
+    def test_over_dcp_and_back(self, tmp_path, name, mesh, stage):
+        source = tag(name)
+        dcp = resharded(source, tmp_path / "dcp", to="dcp", mesh="fsdp=2")
+        assert [] == both_ways(resharded(dcp, tmp_path / "back", mesh=mesh, stage=stage), source)
+
+    @pytest.mark.parametrize(
+        ("name", "mesh"), [("mp2_dp2_zero1_bf16", "tp=2"), ("bloom_tp2_pp2", "pp=2,tp=2"), ("pipe2_dp2_zero1_bf16", "pp=2")]
+    )
+    def test_universal_checkpoints_hold_all_but_the_rows_that_pad_a_vocabulary(self, tmp_path, name, mesh):
+        source = tag(name)
+        universal = resharded(source, tmp_path / "universal", to="deepspeed-universal", mesh=mesh, stage=1)
+        assert {"shape-mismatch"} >= {line.split()[0] for line in differences(universal, source)}
+        assert all("word_embeddings.weight" in line for line in differences(universal, source))
+        again = resharded(universal, tmp_path / "again", mesh=mesh, stage=1)
+        found = open_snapshot(str(again)).checkpoint
+        words = next(t for t in found if t.name.endswith("word_embeddings.weight.fp32"))
+        weight = next(t for t in found if t.name.endswith("word_embeddings.weight") and t.family == "model")
+        assert words.spec.shape == weight.spec.shape  # with zeros in the place of what was left out
+        assert all("word_embeddings.weight" in line for line in both_ways(again, source))
+
+    def test_cuts_that_a_user_names_are_stated_in_what_is_written(self, tmp_path):
+        rules = tmp_path / "rules.toml"
+        rules.write_text(
+            '[[rules]]\ntensors = ["up.weight", "up.bias"]\naxis = "tp"\ndim = 0\n'
+            '[[rules]]\ntensors = ["down.weight"]\naxis = "tp"\ndim = 1\n'
+            '[[rules]]\ntensors = ["qkv.weight", "qkv.bias"]\naxis = "tp"\ndim = 0\nsections = [1, 1, 1]\n'
+        )
+        source = tag("zero2_bf16_w2_nofrozen")
+        out = resharded(source, tmp_path / "out", mesh="dp=2,tp=2", stage=2, placing=Placing(rules=str(rules)))
+        assert [] == differences(out, source)
+        stored = torch.load(out / "mp_rank_01_model_states.pt", weights_only=False)
+        info = stored["universal_checkpoint_info"]
+        assert [r"^layers\.\d+\.down\.weight$"] == info["parameter_with_row_parallelism_patterns"]
+        assert (96, 32) != torch.load(out / "mp_rank_01_model_states.pt", weights_only=False)["module"][
+            "layers.0.qkv.weight"
+        ].shape
+
+
+class TestRefusals:
+    """Before anything is written, and by name."""
+
+    @pytest.mark.parametrize(
+        ("name", "mesh", "stage", "message"),
+        [
+            ("zero1_bf16_w2", "tp=2", 1, "no rule cuts"),
+            ("zero1_bf16_w2", "dp=2,pp=2", 1, "no layers of a pipeline"),
+            ("zero1_bf16_w2", "dp=2,ep=2", 1, "no rule says which tensors are experts"),
+            ("mp2_dp2_zero1_bf16", "dp=1,tp=3", 1, "does not fit"),
+            ("pipe2_dp2_zero1_bf16", "pp=2,dp=1", 2, "pipeline cannot be trained with ZeRO 2"),
+            ("moe_ep2_zero2_bf16", "dp=2,ep=2", 3, "experts cannot be trained with ZeRO 3"),
+            ("moe_ep2_zero2_bf16", "dp=3,ep=3", 1, "cannot be divided by 3"),
+            ("moe_ep2_zero2_bf16", "dp=3,ep=2", 1, "data-parallel"),
+        ],
+    )
+    def test_mesh_or_stage_that_cannot_be(self, tmp_path, name, mesh, stage, message):
+        with pytest.raises(CkpttoolsError, match=message):
+            resharded(tag(name), tmp_path / "out", mesh=mesh, stage=stage)
+        assert not (tmp_path / "out").exists()
+
+    def test_other_number_of_stages_is_divided_as_the_source_is(self, tmp_path):
+        source = tag("pipe2_dp2_zero1_bf16")
+        three = resharded(source, tmp_path / "three", mesh="pp=3,dp=1", stage=1, placing=Placing(stage_layers=(2, 2, 2)))
+        assert [] == differences(three, source)
+        assert 3 == len(list(three.glob("mp_rank_*")))
+
+    def test_division_of_layers_that_nothing_tells(self, tmp_path):
+        one = resharded(tag("pipe2_dp2_zero1_bf16"), tmp_path / "one", mesh="pp=1,dp=2", stage=1)
+        with pytest.raises(CkpttoolsError, match="how 2 stages divide the layers is not told"):
+            resharded(one, tmp_path / "out", mesh="pp=2,dp=1", stage=1)
+        with pytest.raises(CkpttoolsError, match="layers per stage do not fit"):
+            resharded(one, tmp_path / "out", mesh="pp=2,dp=1", stage=1, placing=Placing(stage_layers=(2, 2)))
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize(("name", "stage"), [("moe_ep2_zero2_bf16", 2), ("zero0_bf16_w2", 0)])
+    def test_universal_checkpoints_that_no_engine_reads(self, tmp_path, name, stage):
+        with pytest.raises(CkpttoolsError, match="universal checkpoint"):
+            resharded(tag(name), tmp_path / "out", to="deepspeed-universal", mesh="dp=1", stage=stage)
+        assert not (tmp_path / "out").exists()
+
+    def test_optimizer_without_names_of_its_parameters(self, tmp_path):
+        choice = Choice(exclude=("optimizer.param_names",))
+        with pytest.raises(CkpttoolsError, match="parameter groups"):
+            resharded(tag("zero1_bf16_w2"), tmp_path / "out", stage=1, choice=choice)
+        assert not (tmp_path / "out").exists()

@@ -55,13 +55,16 @@ def global_names(names: Iterable[str], ep: int, counts: Mapping[str, int] | None
     return found
 
 
-def all_experts(names: Sequence[str], ranks: int) -> list[str]:
-    """A rank's parameters by local names, with the experts of all expert-parallel ranks in their place, by global names."""
+def all_experts(names: Sequence[str], ranks: int, counts: Mapping[str, int]) -> list[str]:
+    """A rank's parameters by local names, with the experts of all expert-parallel ranks in their place, by global names.
+
+    Args: counts: as `global_names` has them.
+    """
     found: list[str] = []
     for prefix, run in groupby(names, key=lambda n: split_expert(n)[0] if is_expert(n) else ""):
         own = list(run)
         for ep in range(ranks if prefix else 1):
-            renamed = global_names(own, ep)
+            renamed = global_names(own, ep, counts)
             found += [renamed.get(name, name) for name in own]
     return found
 

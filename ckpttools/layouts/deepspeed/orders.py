@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckpttools.layouts.deepspeed.book import Book
-from ckpttools.layouts.deepspeed.experts import all_experts, is_expert
+from ckpttools.layouts.deepspeed.experts import all_experts, expert_counts, is_expert
 from ckpttools.layouts.deepspeed.flat import DEFAULT_SUB_GROUP, join_sub_groups, undo_round_robin
 from ckpttools.layouts.deepspeed.ranks import ModelFile, Ranks
 from ckpttools.layouts.deepspeed.states import count, members, table
@@ -55,19 +55,22 @@ def _groups_of(ranks: Ranks, pp: int, groups: int) -> Groups:
         return []
     zero = table(members(model.top.get("ds_config")).get("zero_optimization"))
     optimizers = ranks.optimizers_of(pp * ranks.tp)
-    parts = next((f.partitions for f in optimizers.values()), [])
+    first = next(iter(optimizers.values()), None)
+    parts = first.partitions if first else []
     if ranks.stage == 3:
         return _joined(model, zero.get("sub_group_size"), ranks.dp, groups)
     found = []
+    numbers = expert_counts(name for group in model.shapes for name in group)
     for g, shapes in enumerate(model.shapes):
-        size = parts[g] if g < len(parts) and parts[g] else ranks.dp
+        at = first.place(g) if first else g
+        size = parts[at] if at < len(parts) and parts[at] else ranks.dp
         names = list(shapes)
         if ranks.stage == 2 and zero.get("round_robin_gradients") is True and optimizers:
             names = undo_round_robin(names, size)
         if any(map(is_expert, names)):
             if not optimizers:
                 return []
-            names = all_experts(names, max(1, ranks.dp // size))
+            names = all_experts(names, max(1, ranks.dp // size), numbers)
         found.append(names)
     return found
 

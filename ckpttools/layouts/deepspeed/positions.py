@@ -9,7 +9,7 @@ from itertools import islice
 from ckpttools.containers.torch_entries import RankFile
 from ckpttools.findings import Finding
 from ckpttools.layouts.deepspeed.book import WEIGHT, Book
-from ckpttools.layouts.deepspeed.experts import all_experts, split_expert
+from ckpttools.layouts.deepspeed.experts import all_experts, expert_counts, split_expert
 from ckpttools.layouts.deepspeed.flattened import add_flat_state
 from ckpttools.layouts.deepspeed.likeness import Likeness
 from ckpttools.layouts.deepspeed.modules import (
@@ -88,6 +88,12 @@ def _likeness(book: Book, files: Files, optimizer: Unflattened, params: Params, 
         return master is None or weight is None or likeness.may_round_to(master, weight)
 
     return is_like
+
+
+def _all_groups(groups: list[list[str]], ranks: int) -> list[list[str]]:
+    """The groups of the first expert-parallel rank with the experts of all."""
+    numbers = expert_counts(name for group in groups for name in group)
+    return [all_experts(group, ranks, numbers) for group in groups]
 
 
 def _parameters(files: Files, model: ModelFile) -> Params:
@@ -197,7 +203,7 @@ def _read_expert_optimizers(book: Book, files: Files, names: Names, ranks: Ranks
             left = [p for p in params if split_expert(p[0])[0] not in {split_expert(n)[0] for n in named.values()}]
             named |= name_positions(part, shapes, left, _likeness(book, files, part, left, tp=mp % ranks.tp))
         add_state(book, files, optimizer, named, tp=mp % ranks.tp)
-        book.orders.setdefault(mp // ranks.tp, [all_experts(group, size) for group in _order(optimizer, named)])
+        book.orders.setdefault(mp // ranks.tp, _all_groups(_order(optimizer, named), size))
         book.settle()
 
 

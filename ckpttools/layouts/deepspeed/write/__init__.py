@@ -16,17 +16,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from ckpttools.errors import ConversionError
-from ckpttools.layouts.deepspeed.orders import PARAM_NAMES, PIPELINE, TIED
+from ckpttools.layouts.deepspeed.orders import PARAM_NAMES, PIPELINE
 from ckpttools.layouts.deepspeed.states import items
-from ckpttools.layouts.deepspeed.write.derived import INFO, Derived, find_derived, vocabulary_patterns
-from ckpttools.layouts.deepspeed.write.given import Entries, Given, buffers_in, is_number, sort_entries
+from ckpttools.layouts.deepspeed.write.derived import Derived, find_derived
+from ckpttools.layouts.deepspeed.write.given import Entries, Given, buffers_in, sort_entries
 from ckpttools.layouts.deepspeed.write.grid import Grid, world_mesh
 from ckpttools.layouts.deepspeed.write.model_files import expert_files, layer_files, model_files
 from ckpttools.layouts.deepspeed.write.partitions import optimizer_files
+from ckpttools.layouts.deepspeed.write.refusals import require_masters_of_padding, require_universal, require_writable
 from ckpttools.layouts.deepspeed.write.stages import Held, held_at
 from ckpttools.layouts.deepspeed.write.universal import parameter_files
-from ckpttools.layouts.deepspeed.write.ways import cutting_rules, ways_of
+from ckpttools.layouts.deepspeed.write.ways import INFO, cutting_rules, ways_of
 from ckpttools.layouts.deepspeed.write.without_zero import expert_files as expert_optimizer_files
 from ckpttools.layouts.families import EXTRA_STATE, MODEL
 from ckpttools.model import ArrangedFile, Arrangement, Mesh, ObjectEntry, TensorEntry
@@ -72,8 +72,8 @@ def arrange_ranks(entries: Entries) -> Arrangement:
 
     Raises: ConversionError: when something that a resumed training needs is not there, or has no place.
     """
-    _require_writable(entries)
-    _require_masters_of_padding(entries)
+    require_writable(entries)
+    require_masters_of_padding(entries)
     return Arrangement("deepspeed", tuple(f for pp, tp in entries.grid.places() for f in _files(entries.of(pp, tp))))
 
 
@@ -83,14 +83,8 @@ def arrange_universal(entries: Entries) -> Arrangement:
     Raises: ConversionError: as `arrange_ranks`.
     """
     entries = replace(entries, grid=Grid(entries.grid.pp, 1, 1, entries.grid.tp))
-    _require_writable(entries)
-    if not entries.stage:
-        raise ConversionError("no universal checkpoint for an engine without ZeRO", expected="--zero 1, 2 or 3")
-    if entries.experts:
-        raise ConversionError(
-            "native experts in a universal checkpoint: DeepSpeed takes a rank's first expert for the first of all",
-            found=f"experts of {next(iter(entries.experts))}",
-        )
+    require_writable(entries)
+    require_universal(entries)
     ranks = [entries.of(pp, tp) for pp, tp in entries.grid.places()]
     models = [f for given in ranks for f in (*model_files(given), *layer_files(given))]
     return Arrangement("deepspeed", (*models, *parameter_files(entries)))
@@ -101,57 +95,3 @@ def _files(given: Given) -> Iterator[ArrangedFile]:
     yield from layer_files(given)
     yield from expert_files(given)
     yield from optimizer_files(given) if given.stage else expert_optimizer_files(given)
-
-
-def _require_masters_of_padding(entries: Entries) -> None:
-    """Flat groups have an element of each state for every one of a weight, those of rows that pad a vocabulary included."""
-    for name in entries.trained:
-        master = entries.master(name)
-        if master is not None and master.spec.shape != entries.shape(name):
-            raise ConversionError(
-                f"rows that pad a vocabulary have weights and no masters: {name}",
-                expected=f"masters of {entries.shape(name)[0]} rows, as the weight has",
-                found=f"{master.spec.shape[0]} rows, as universal checkpoints have them; DeepSpeed sets the others to zero",
-                hints=[
-                    "DeepSpeed loads the universal checkpoint itself, for any ranks",
-                    "--to deepspeed-universal for another tp",
-                ],
-            )
-
-
-def _require_cuttable(entries: Entries) -> None:
-    """Refuse state that belongs to a rank and to no parameter: error feedback, the blocks of 8-bit optimizers."""
-    known = {*entries.trained, *entries.weights}
-    rankwise = [f"{name}.{key}" for name, states in entries.states.items() if name not in known for key in states]
-    if rankwise:
-        raise ConversionError(
-            f"optimizer state that each rank keeps for itself has no place on other ranks: {rankwise[0]}",
-            found=f"{len(rankwise)} tensors",
-            hints=["resume on as many ranks as saved it", "--exclude 'optimizer.state.*' leaves the optimizer's state behind"],
-        )
-
-
-def _require_writable(entries: Entries) -> None:
-    _require_cuttable(entries)
-    if entries.stage not in (0, 1, 2, 3):
-        raise ConversionError(f"no ZeRO stage to write: {entries.stage}", expected="0, 1, 2 or 3")
-    for name in entries.trained:
-        shape, master = entries.shape(name), entries.master(name)
-        of_master = master.spec.shape if master is not None else shape
-        own = {t.spec.shape for k, t in entries.states.get(name, {}).items() if not is_number(k, t.spec.shape, shape)}
-        if own - {of_master} or (of_master != shape and of_master[1:] != shape[1:]):
-            raise ConversionError(f"optimizer state that is not one number per element of its parameter: {name}")
-        words = vocabulary_patterns(entries.values.get((EXTRA_STATE, INFO)))
-        if name not in entries.weights and any(p.match(name) for p in words) and entries.stage < 3:
-            raise ConversionError(
-                f"how many rows pad {name} for the engine is not told: its weight is not stored beside its master"
-            )
-    if entries.is_pipeline and entries.stage > 1:
-        raise ConversionError(f"a pipeline cannot be trained with ZeRO {entries.stage}", expected="--zero 0 or 1")
-    if entries.experts and entries.stage == 3:
-        raise ConversionError("native experts cannot be trained with ZeRO 3", expected="--zero 0, 1 or 2")
-    tied = next((n for n in (*entries.weights, *entries.trained) if n.startswith(TIED)), "")
-    if entries.is_pipeline and tied and not any(p.startswith(TIED) for p in entries.layers.values()):
-        raise ConversionError(f"the number of the layer that holds {tied} is not stated", expected="`extra_state.pipeline`")
-    if entries.experts and entries.is_pipeline:
-        raise ConversionError("experts in a pipeline are not written", found=next(iter(entries.experts)))

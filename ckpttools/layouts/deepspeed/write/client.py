@@ -8,11 +8,11 @@ from ckpttools.containers.torch_archive import nest
 from ckpttools.layouts.deepspeed.names import stem_of
 from ckpttools.layouts.deepspeed.orders import PIPELINE
 from ckpttools.layouts.deepspeed.states import members
-from ckpttools.layouts.deepspeed.write.derived import INFO, PER_RANK
+from ckpttools.layouts.deepspeed.write.derived import PER_RANK
 from ckpttools.layouts.deepspeed.write.given import BUFFER_NAMES, Given
 from ckpttools.layouts.deepspeed.write.pickled import Pickled
 from ckpttools.layouts.deepspeed.write.settings import VERSION
-from ckpttools.layouts.deepspeed.write.ways import stated_ways
+from ckpttools.layouts.deepspeed.write.ways import INFO, stated_ways
 from ckpttools.layouts.families import EXTRA_STATE, SCHEDULER
 from ckpttools.model import Path, TensorSpec
 from ckpttools.pickles.records import Object

@@ -10,12 +10,12 @@ from ckpttools.layouts.deepspeed.orders import PARAM_NAMES
 from ckpttools.layouts.deepspeed.states import count, items, members, table
 from ckpttools.layouts.deepspeed.tensor_parallel import compile_pattern
 from ckpttools.layouts.deepspeed.write.grid import Grid
+from ckpttools.layouts.deepspeed.write.ways import INFO
 from ckpttools.layouts.families import EXTRA_STATE, MODEL, OPTIMIZER
 from ckpttools.model import Mesh, ObjectEntry, TensorEntry, render_path
 
 PER_RANK = ("zero_pp_rank_", "mp_rank_")
 """What the names of a rank's own client state begin with."""
-INFO = "universal_checkpoint_info"
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Derived:
     tied: Mapping[str, str]
     """Weight that is stated to be another one and is stored by itself -> the name that is written; the two must be equal."""
     rows: Mapping[str, int] = field(default_factory=dict)
-    """Tensor that is written without its last rows -> the rows that are: of a vocabulary in universal checkpoints."""
+    """Tensor that is written with other rows -> how many: of a vocabulary, without those that pad it in universal checkpoints,
+    with them in all others."""
 
 
 def find_derived(
@@ -58,7 +59,7 @@ def find_derived(
         equal |= {master_name(n): n for n, t in masters.items() if n in tensors and _alike(tensors[n], t)}
     grid = Grid.of(mesh)
     stems = Grid(grid.pp, 1, 1, grid.tp).stems(stage) if is_universal else grid.stems(stage)
-    rows = _rows(tensors, group_of, values.get((EXTRA_STATE, INFO))) if is_universal else {}
+    rows = _rows(tensors, group_of, values.get((EXTRA_STATE, INFO)), is_universal=is_universal)
     stored = {n: master_name(n) for n, t in masters.items() if n in tensors and _is_rounding(tensors[n], t)}
     rounded = {n: master for n, master in stored.items() if master not in rows}
     shared = table(values.get((EXTRA_STATE, "shared_params")))
@@ -118,8 +119,8 @@ def _is_half(config: object) -> bool:
     return any(table(stated.get(key)).get("enabled") is True for key in ("bf16", "bfloat16", "fp16"))
 
 
-def _rows(tensors: Mapping[str, TensorEntry], group_of: Mapping[str, int], info: object) -> dict[str, int]:
-    """States of vocabularies that have more rows than there are words."""
+def _rows(tensors: Mapping[str, TensorEntry], group_of: Mapping[str, int], info: object, *, is_universal: bool) -> dict[str, int]:
+    """States of vocabularies that get other rows: as many as there are words, or as the weight has."""
     stated = table(info)
     words = count(stated.get("original_vocab_size"))
     patterns = vocabulary_patterns(info)
@@ -127,9 +128,12 @@ def _rows(tensors: Mapping[str, TensorEntry], group_of: Mapping[str, int], info:
     for name, entry in tensors.items():
         path = entry.path
         if words and path[:2] == (OPTIMIZER, "state") and len(path) == 4 and path[2] in group_of:
+            weight = tensors.get(str(path[2]))
+            padded = weight.spec.shape[0] if weight is not None and len(weight.spec.shape) == 2 else words
+            wanted = words if is_universal else max(words, padded)
             is_words = any(p.match(str(path[2])) for p in patterns) and len(entry.spec.shape) == 2
-            if is_words and entry.spec.shape[0] > words:
-                found[name] = words
+            if is_words and (entry.spec.shape[0] > wanted if is_universal else entry.spec.shape[0] == words < wanted):
+                found[name] = wanted
     return found
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 from ckpttools.layouts.deepspeed.names import SETTINGS, state_name
 from ckpttools.layouts.deepspeed.states import items, members, table
-from ckpttools.layouts.deepspeed.write.derived import INFO, vocabulary_patterns
+from ckpttools.layouts.deepspeed.write.derived import vocabulary_patterns
 from ckpttools.layouts.deepspeed.write.given import MASTER, Entries
 from ckpttools.layouts.deepspeed.write.pickled import Pickled
 from ckpttools.layouts.deepspeed.write.settings import optimizer_settings
-from ckpttools.layouts.deepspeed.write.ways import PARTS, Way, rules_of, stated_ways, way_of
+from ckpttools.layouts.deepspeed.write.ways import INFO, PARTS, Way, rules_of, stated_ways, way_of
 from ckpttools.layouts.families import EXTRA_STATE, OPTIMIZER
 from ckpttools.model import ArrangedFile, TensorSpec
 from ckpttools.pickles.records import Global, Object

@@ -25,6 +25,7 @@ from ckpttools.placement.rules import Rule, RuleSet
 if TYPE_CHECKING:
     from ckpttools.layouts.deepspeed.write.given import Entries
 
+INFO, MAPS = "universal_checkpoint_info", "affine_map"
 WIDTHS = "sub_param_shard_widths"
 REPLICATED = "tp_replicated_parameter_patterns"
 ROWS = "parameter_with_row_parallelism_patterns"
@@ -99,6 +100,10 @@ def stated_ways(entries: Entries, info: object) -> object:
     ranks = entries.grid.tp
     tensors = {n: t for n in (*entries.weights, *entries.trained) if (t := entries.weights.get(n) or entries.master(n))}
     ways = {name: actual_way(tensor) for name, tensor in tensors.items() if name not in entries.buffers}
+    if table(info).get(MAPS) is not None:  # they say which elements each rank has, of as many ranks as there were
+        if ranks > 1:
+            raise ConversionError("affine maps of tensor parallelism are not made for other ranks", found=f"`{INFO}.{MAPS}`")
+        info = {k: v for k, v in table(info).items() if k != MAPS}
     rules = rules_of(info)
     if ranks > 1 and any(way_of(name, tensors[name].spec.shape, rules, ranks) != way for name, way in ways.items()):
         kept = {k: v for k, v in table(info).items() if k not in (REPLICATED, ROWS, HALVES, PARTS, WIDTHS)}
