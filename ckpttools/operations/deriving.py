@@ -47,10 +47,14 @@ def without_derived(taken: Taken, target: Target, details: Details, mesh: Mesh) 
         for n, t in selection.tensors.items()
     }
     rows = derived.rows
+    padding = [f"{n}[{min(rows[n], selection.tensors[n].spec.shape[0])}:]" for n in rows]
     tensors = {n: with_rows(t, rows[n]) if n in rows else t for n, t in rounded.items() if n not in out}
     left = tuple(rounded[n] for n in derived.left if rounded[n].rounded_from)
     return replace(
-        taken, selection=replace(selection, tensors=tensors, aliases=same), derived=left, made_again=tuple(sorted(derived.left))
+        taken,
+        selection=replace(selection, tensors=tensors, aliases=same),
+        derived=left,
+        made_again=(*sorted(derived.left), *padding),
     )
 
 

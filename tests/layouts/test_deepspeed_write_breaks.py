@@ -7,6 +7,10 @@ import json
 import pytest
 
 from ckpttools.errors import ConversionError
+from ckpttools.gather import Gather
+from ckpttools.layouts import open_snapshot
+from ckpttools.model import Box
+from ckpttools.operations.select import Choice
 from tests.layouts.test_deepspeed_write import both_ways, differences, names, resharded, tag
 
 
@@ -19,10 +23,21 @@ class TestVocabularies:
         assert {"shape-mismatch"} == {d.split()[0] for d in cut}
         assert all(d.split()[1].startswith("optimizer.state.embedding.word_embeddings.weight.") for d in cut)
 
-    @pytest.mark.parametrize("stage", [0, 1, 2])
-    def test_padding_rows_without_masters_are_refused_before_anything_is_written(self, tmp_path, stage):
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+    def test_padding_rows_without_masters_are_zeros_as_when_deepspeed_loads_them(self, tmp_path, stage):
+        out = resharded(tag("universal_tp2_dp2_zero1"), tmp_path / "out", mesh="dp=2,tp=2", stage=stage)
+        snapshot = open_snapshot(str(out), is_located=True)
+        for key in ("fp32", "exp_avg", "exp_avg_sq"):
+            entry = snapshot.checkpoint.by_name[f"optimizer.state.embedding.word_embeddings.weight.{key}"]
+            assert (64, 32) == entry.spec.shape
+            box = Box((59, 0), (5, 32))
+            views = Gather(snapshot.source, memory_bytes=1 << 20).stream(entry, box)
+            assert bytes(5 * 32 * 4) == b"".join(map(bytes, views))
+
+    def test_padding_rows_of_what_is_not_stated_to_be_a_vocabulary_are_refused(self, tmp_path):
+        choice = Choice(exclude=("extra_state.universal_checkpoint_info",))
         with pytest.raises(ConversionError, match="pad a vocabulary") as refused:
-            resharded(tag("universal_tp2_dp2_zero1"), tmp_path / "out", mesh="dp=2,tp=2", stage=stage)
+            resharded(tag("universal_tp2_dp2_zero1"), tmp_path / "out", mesh="dp=2", stage=1, choice=choice)
         assert "59 rows" in refused.value.found
         assert [] == list(tmp_path.iterdir())
 
