@@ -58,8 +58,25 @@ def options(stage: int, dtype: str, ranks: int, directory: Path, **more: Any) ->
     return {**SETTINGS, "stage": stage, "dtype": dtype, "ranks": ranks, "directory": str(directory), **losses, **more}
 
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "roundrobin": {"stage": 2, "zero": {"round_robin_gradients": True}},
+    "roundrobin-1": {"stage": 1, "zero": {"round_robin_gradients": True}},
+    "aligned": {"stage": 2, "zero": {"parameter_alignment": True}},
+    "sub-groups-smaller-than-a-parameter": {"stage": 3, "zero": {"sub_group_size": 20}},
+    "tied-in-a-group-of-its-own": {"stage": 3, "groups": 3},
+    "adapters": {"stage": 2, "adapters": True},
+    "empty": {"stage": 1, "more": {"nothing": [0, 4]}},
+}
+"""Other settings of the engine, resumed over three ranks."""
+
+
 def name_of(stage: int, dtype: str) -> str:
     return f"zero{stage}-{dtype}"
+
+
+def variant(name: str, directory: Path, acts: list[list[Any]]) -> dict[str, Any]:
+    zero = {**SETTINGS["zero"], **VARIANTS[name].get("zero", {})}
+    return options(VARIANTS[name]["stage"], "bf16", 2, directory, acts=acts) | VARIANTS[name] | {"zero": zero}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +84,8 @@ def sources(tmp_path_factory) -> Path:
     """The runs that nothing interrupts."""
     directory = tmp_path_factory.mktemp("sources")
     acts = [["steps", BEFORE], ["save", "start"], ["steps", AFTER], ["save", "after"]]
-    run_ranks(directory, *[options(s, d, 2, directory / name_of(s, d), acts=acts) for s, d in SOURCES])
+    plain = [options(s, d, 2, directory / name_of(s, d), acts=acts) for s, d in SOURCES]
+    run_ranks(directory, *plain, *[variant(name, directory / name, acts) for name in VARIANTS])
     return directory
 
 
@@ -109,7 +127,11 @@ def resumed(sources, tmp_path_factory) -> Path:
 
     for stage, dtype in SOURCES:
         write_ways(sources / name_of(stage, dtype) / "start", directory / name_of(stage, dtype), stage)
-    two = run(2, "ranks", SOURCES) + run(2, "dcp", SOURCES) + run(2, "universal", SOURCES, is_universal=True)
+    for name, settings in VARIANTS.items():
+        start = write(sources / name / "start", directory / name / "between", "deepspeed", 3, settings["stage"])
+        write(start, directory / name / "ranks" / "start", "deepspeed", 2, settings["stage"])
+    variants = [variant(name, directory / name / "ranks", acts) for name in VARIANTS]
+    two = variants + run(2, "ranks", SOURCES) + run(2, "dcp", SOURCES) + run(2, "universal", SOURCES, is_universal=True)
     run_ranks(directory, *two, *run(2, "theirs", SOURCES, is_universal=True), *run(2, "stage", WIDE))
     one_group_each = [(s, d) for s, d in WIDE if s < 3]
     run_ranks(directory, *run(3, "three", WIDE), *run(3, "theirs-three", one_group_each, is_universal=True))
@@ -149,6 +171,12 @@ def test_engine_goes_on_as_if_it_had_not_been_interrupted(sources, resumed, way,
         expected = resumed / name_of(stage, dtype) / "theirs"
     assert losses(found) == losses(expected)
     assert differing_files(expected / "after", found / "after") == []
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_engine_of_other_settings_goes_on_too(sources, resumed, name):
+    assert losses(resumed / name / "ranks") == losses(sources / name)
+    assert differing_files(sources / name / "after", resumed / name / "ranks" / "after") == []
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(s, d) for s, d in SOURCES if s < 3])

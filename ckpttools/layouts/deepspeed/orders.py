@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from ckpttools.layouts.deepspeed.book import Book
 from ckpttools.layouts.deepspeed.experts import all_experts, expert_counts, is_expert
 from ckpttools.layouts.deepspeed.flat import DEFAULT_SUB_GROUP, join_sub_groups, undo_round_robin
-from ckpttools.layouts.deepspeed.ranks import ModelFile, Ranks
-from ckpttools.layouts.deepspeed.states import count, members, table
+from ckpttools.layouts.deepspeed.ranks import ModelFile, OptimizerFile, Ranks
+from ckpttools.layouts.deepspeed.states import count, items, members, table
 from ckpttools.layouts.families import EXTRA_STATE, OPTIMIZER
 from ckpttools.pickles.views import kind_of
 
@@ -58,7 +58,8 @@ def _groups_of(ranks: Ranks, pp: int, groups: int) -> Groups:
     first = next(iter(optimizers.values()), None)
     parts = first.partitions if first else []
     if ranks.stage == 3:
-        return _joined(model, zero.get("sub_group_size"), ranks.dp, groups)
+        stated = next((_positions(f) for f in optimizers.values()), [])
+        return _placed(model, stated) or _joined(model, zero.get("sub_group_size"), ranks.dp, groups)
     found = []
     numbers = expert_counts(name for group in model.shapes for name in group)
     for g, shapes in enumerate(model.shapes):
@@ -73,6 +74,20 @@ def _groups_of(ranks: Ranks, pp: int, groups: int) -> Groups:
             names = all_experts(names, max(1, ranks.dp // size), numbers)
         found.append(names)
     return found
+
+
+def _positions(file: OptimizerFile) -> list[list[int]]:
+    """The flat vectors of each group, as the inner optimizer numbers them."""
+    stated = items(table(file.top.get("optimizer_state_dict")).get("param_groups"))
+    return [[n for n in items(table(group).get("params")) if type(n) is int] for group in stated]
+
+
+def _placed(model: ModelFile, positions: Sequence[Sequence[int]]) -> Groups:
+    """The parameters of each group by the sub-groups that are its vectors; none where these are not all of them."""
+    shapes = model.shapes or []
+    if sorted(n for own in positions for n in own) != list(range(len(shapes))):
+        return []
+    return [[name for n in own for name in shapes[n]] for own in positions]
 
 
 def _joined(model: ModelFile, most: object, dp: int, groups: int) -> Groups:
