@@ -71,3 +71,31 @@ class TestWhatIsNotWritten:
     def test_nothing_is_said_where_all_is_written(self, ckpttools, tmp_path):
         source = tag("zero2_bf16_w2_3tags")
         assert "again" not in self.asked(ckpttools, source, tmp_path / "out", 2)
+
+
+class TestStatesOfSomeParameters:
+    @pytest.mark.parametrize(
+        ("target", "stage", "key"),
+        [
+            ("deepspeed", 0, "step"),
+            ("deepspeed", 2, "step"),
+            ("deepspeed", 3, "step"),
+            ("deepspeed", 2, "exp_avg"),
+            ("deepspeed-universal", 1, "exp_avg"),
+            ("deepspeed-universal", 2, "step"),
+        ],
+    )
+    def test_state_that_some_of_a_group_have_is_refused_before_anything_is_written(self, tmp_path, target, stage, key):
+        choice = Choice(exclude=(f"optimizer.state.layers.1.norm1.bias.{key}",))
+        with pytest.raises(ConversionError, match="group"):
+            resharded(tag("zero1_bf16_w2"), tmp_path / "out", to=target, stage=stage, choice=choice)
+        assert [] == list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+    @pytest.mark.parametrize("key", ["step", "exp_avg"])
+    def test_state_can_be_left_out_of_all(self, tmp_path, stage, key):
+        source = tag("zero3_bf16_w2")
+        choice = Choice(exclude=(f"optimizer.state.*.{key}",))
+        out = resharded(source, tmp_path / "out", stage=stage, choice=choice)
+        assert [] == differences(out, source)
+        assert not any(n.endswith(f".{key}") for n in names(out))

@@ -24,6 +24,7 @@ from ckpttools.layouts.deepspeed.write.grid import Grid, world_mesh
 from ckpttools.layouts.deepspeed.write.model_files import expert_files, layer_files, model_files
 from ckpttools.layouts.deepspeed.write.partitions import optimizer_files
 from ckpttools.layouts.deepspeed.write.refusals import require_masters_of_padding, require_universal, require_writable
+from ckpttools.layouts.deepspeed.write.settings import require_alike
 from ckpttools.layouts.deepspeed.write.stages import Held, held_at
 from ckpttools.layouts.deepspeed.write.universal import parameter_files
 from ckpttools.layouts.deepspeed.write.ways import INFO, cutting_rules, ways_of
@@ -85,6 +86,8 @@ def arrange_universal(entries: Entries) -> Arrangement:
     entries = replace(entries, grid=Grid(entries.grid.pp, 1, 1, entries.grid.tp))
     require_writable(entries)
     require_universal(entries)
+    for group in entries.groups:
+        require_alike(entries, group)
     ranks = [entries.of(pp, tp) for pp, tp in entries.grid.places()]
     models = [f for given in ranks for f in (*model_files(given), *layer_files(given))]
     return Arrangement("deepspeed", (*models, *parameter_files(entries)))

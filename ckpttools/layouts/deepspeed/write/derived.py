@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ckpttools.errors import ConversionError
 from ckpttools.layouts.deepspeed.orders import PARAM_NAMES
 from ckpttools.layouts.deepspeed.states import count, items, members, table
 from ckpttools.layouts.deepspeed.tensor_parallel import compile_pattern
@@ -95,9 +97,13 @@ def _stored_once(
 
 
 def _numbers(tensors: Mapping[str, TensorEntry], group_of: Mapping[str, int]) -> dict[str, str]:
-    """What a group has once, under the names of its further parameters."""
+    """What a group has once, under the names of its further parameters.
+
+    Raises: ConversionError: when some of them have it and others do not: written, it would be all of theirs.
+    """
     equal: dict[str, str] = {}
     once: dict[object, str] = {}
+    owners: dict[tuple[int, object], list[str]] = {}
     for name, entry in tensors.items():
         path = entry.path
         if path[:2] == (OPTIMIZER, "state") and len(path) == 4 and entry.spec.shape == () and path[2] in group_of:
@@ -105,8 +111,18 @@ def _numbers(tensors: Mapping[str, TensorEntry], group_of: Mapping[str, int]) ->
             guide = tensors.get(master_name(name_of)) or tensors.get(name_of)
             if path[3] != "fp32" and (path[3] == "step" or guide is None or guide.spec.shape != ()):
                 first = once.setdefault((group_of[name_of], path[3]), name)
+                owners.setdefault((group_of[name_of], path[3]), []).append(name_of)
                 if first != name:
                     equal[name] = first
+    sizes = Counter(group_of.values())
+    for (group, key), names in owners.items():
+        if len(names) < sizes[group]:
+            raise ConversionError(
+                f"a group has one `{key}`, and that of some of its parameters is left out",
+                expected=f"that of {sizes[group]} parameters, or of none",
+                found=f"of {len(names)}, {names[0]} among them",
+                hints=[f"--exclude 'optimizer.state.*.{key}' leaves it out of all"],
+            )
     return equal
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from ckpttools.dtypes import DType
 from ckpttools.errors import ConversionError
 from ckpttools.layouts.deepspeed.states import items, members, table
-from ckpttools.layouts.deepspeed.write.given import MASTER, Entries, Given, Group
+from ckpttools.layouts.deepspeed.write.given import MASTER, Entries, Given, Group, is_number
 from ckpttools.layouts.deepspeed.write.pickled import Pickled
 from ckpttools.layouts.families import EXTRA_STATE, OPTIMIZER
 from ckpttools.model import TensorSpec
@@ -88,6 +88,25 @@ def param_groups(given: Given, positions: Sequence[Sequence[int]]) -> list[objec
             settings["name"] = f"ep_size_{given.entries.grid.ep}"
         found.append(settings | {"params": list(own)})
     return found
+
+
+def require_alike(entries: Entries, names: Sequence[str]) -> None:
+    """Raise ConversionError where the inner optimizer keeps something of some parameters of a group and not of others."""
+    keys: dict[str, set[str]] = {}
+    for name in names:
+        shape = entries.shape(name)
+        states = entries.states.get(name, {}).items()
+        keys[name] = {k for k, t in states if k != MASTER and not is_number(k, t.spec.shape, shape)}
+    for name in names:
+        lacking = keys[names[0]] ^ keys[name]
+        if lacking:
+            key = min(lacking)
+            raise ConversionError(
+                f"parameters of one group have other optimizer state than its first: {name}",
+                expected=f"`{key}` of all or of none",
+                found=f"of {sum(key in own for own in keys.values())} of {len(keys)}",
+                hints=[f"--exclude 'optimizer.state.*.{key}' leaves it out of all"],
+            )
 
 
 def vector_keys(given: Given, names: Iterable[str]) -> list[str]:
