@@ -99,3 +99,9 @@ class TestStatesOfSomeParameters:
         out = resharded(source, tmp_path / "out", stage=stage, choice=choice)
         assert [] == differences(out, source)
         assert not any(n.endswith(f".{key}") for n in names(out))
+
+
+def test_tied_module_on_one_stage_is_refused_without_zero(tmp_path):
+    with pytest.raises(ConversionError, match="is tied"):
+        resharded(tag("pipe2_dp2_zero1_bf16"), tmp_path / "out", mesh="dp=4", stage=0)
+    assert [] == list(tmp_path.iterdir())

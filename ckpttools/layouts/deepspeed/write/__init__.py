@@ -23,7 +23,12 @@ from ckpttools.layouts.deepspeed.write.given import Entries, Given, buffers_in, 
 from ckpttools.layouts.deepspeed.write.grid import Grid, world_mesh
 from ckpttools.layouts.deepspeed.write.model_files import expert_files, layer_files, model_files
 from ckpttools.layouts.deepspeed.write.partitions import optimizer_files
-from ckpttools.layouts.deepspeed.write.refusals import require_masters_of_padding, require_universal, require_writable
+from ckpttools.layouts.deepspeed.write.refusals import (
+    require_masters_of_padding,
+    require_told_ties,
+    require_universal,
+    require_writable,
+)
 from ckpttools.layouts.deepspeed.write.settings import require_alike
 from ckpttools.layouts.deepspeed.write.stages import Held, held_at
 from ckpttools.layouts.deepspeed.write.universal import parameter_files
@@ -75,6 +80,7 @@ def arrange_ranks(entries: Entries) -> Arrangement:
     """
     require_writable(entries)
     require_masters_of_padding(entries)
+    require_told_ties(entries)
     return Arrangement("deepspeed", tuple(f for pp, tp in entries.grid.places() for f in _files(entries.of(pp, tp))))
 
 

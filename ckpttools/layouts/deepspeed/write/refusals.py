@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from ckpttools.errors import ConversionError
+from ckpttools.layouts.deepspeed.modules import USUAL_TIE
 from ckpttools.layouts.deepspeed.orders import TIED
 from ckpttools.layouts.deepspeed.states import items, table
 from ckpttools.layouts.deepspeed.write.derived import vocabulary_patterns
@@ -53,6 +54,23 @@ def _require_cuttable(entries: Entries) -> None:
             found=f"{len(rankwise)} tensors",
             hints=["resume on as many ranks as saved it", "--exclude 'optimizer.state.*' leaves the optimizer's state behind"],
         )
+
+
+def require_told_ties(entries: Entries) -> None:
+    """Without ZeRO the files name no parameters: a tied module is told by a second stage that has it, and its key is the usual.
+
+    Raises: ConversionError: for one that the files would not tell.
+    """
+    if entries.stage or not entries.is_pipeline:
+        return
+    for name, tensor in entries.weights.items():
+        is_told = len(dict(tensor.placement.held_at).get("pp", ())) > 1 and name.startswith(f"{TIED}{USUAL_TIE}.")
+        if name.startswith(TIED) and not is_told:
+            raise ConversionError(
+                f"without ZeRO nothing in the files would say that this is tied: {name}",
+                expected=f"`{TIED}{USUAL_TIE}` on several pipeline stages",
+                hints=["--zero 1", "a mesh with more pipeline stages"],
+            )
 
 
 def require_masters_of_padding(entries: Entries) -> None:
