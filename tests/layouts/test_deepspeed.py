@@ -295,6 +295,13 @@ class TestDamage:
         assert ("warning", "step 40", True) == (found.severity, found.found, "step 10" in found.expected)
         assert "ok" == validate(str(directory)).verdict
 
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_optimizer_of_an_expert_parallel_rank_that_is_missing_is_named(self, tag, rank):
+        directory = tag("moe_ep2_fp32_nozero")
+        path = directory / f"expp_rank_{rank}_mp_rank_00_optim_states.pt"
+        path.unlink()
+        assert path.name == finding(directory, "missing-rank").where
+
     def test_expert_that_is_missing_is_named(self, tag):
         directory = tag("moe_ep2_zero2_bf16")
         path = directory / "layer_0_expert_3_mp_rank_00_model_states.pt"

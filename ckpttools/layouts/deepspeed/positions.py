@@ -34,6 +34,10 @@ from ckpttools.layouts.deepspeed.unflattened import (
 
 Params = list[tuple[str, tuple[int, ...]]]
 
+_SPREAD = re.compile(r"ep_size_(\d{1,9})$")
+"""In the name of a group of experts: over how many ranks they are spread."""
+_MAX_RANKS = 1 << 16
+
 
 def read_without_zero(book: Book, files: Files, names: Names, ranks: Ranks) -> None:
     """Weights and optimizer of every rank."""
@@ -182,17 +186,21 @@ def split_layers(sizes: Sequence[int], counts: Sequence[int]) -> list[tuple[int,
 
 def _read_expert_optimizers(book: Book, files: Files, names: Names, ranks: Ranks, optimizers: dict[int, Unflattened]) -> None:
     """One optimizer per expert-parallel rank: of its experts, and a copy of all the rest."""
-    size = max((ep for ep, _ in names.expert_optimizer), default=0) + 1
-    sample = next(iter(names.expert_optimizer.values()), "")
-    for ep in range(min(size, 1 << 16)):
-        if sample and (ep, 0) not in names.expert_optimizer:
-            found = f"{len(names.expert_optimizer)} files"
-            files.findings.append(Finding("missing-rank", rank_sibling(sample, ep), f"one file for each of {size} ranks", found))
+    opened = []
     for (ep, mp), path in sorted(names.expert_optimizer.items()):
         file = files.open(path, ep)
         optimizer = read_unflattened(path, file, table(file.torch.value).get("optimizer"), ep) if file else None
+        if optimizer is not None and ranks.model_of(mp) is not None:
+            opened.append((ep, mp, optimizer))
+    size = max([ep + 1 for ep, _ in names.expert_optimizer] + [_most_spread(optimizer) for _, _, optimizer in opened], default=1)
+    sample = next(iter(names.expert_optimizer.values()), "")
+    for ep in range(min(size, _MAX_RANKS)):
+        if sample and (ep, 0) not in names.expert_optimizer:
+            found = f"{len(names.expert_optimizer)} files"
+            files.findings.append(Finding("missing-rank", rank_sibling(sample, ep), f"one file for each of {size} ranks", found))
+    for ep, mp, optimizer in opened:
         model = ranks.model_of(mp)
-        if optimizer is None or model is None:
+        if model is None:
             continue
         optimizers.setdefault(mp, optimizer)
         optimizer.prefix = f"rank_{ep}_{mp}." if len(names.expert_optimizer) > 1 else ""
@@ -224,9 +232,15 @@ def _parts_of(book: Book, optimizer: Unflattened, shared: Params, ep: int, size:
         yield _groups_that(optimizer, spreads, spread), [*_experts_of(book, ep % spread, spread), *fused]
 
 
+def _most_spread(optimizer: Unflattened) -> int:
+    """The most ranks over which the experts of any group are spread, as the groups' names say."""
+    settings = [table(g) for g in items(optimizer.settings.get("param_groups"))]
+    return max((_spread(s, _MAX_RANKS) for s in settings if _SPREAD.search(str(s.get("name")))), default=1)
+
+
 def _spread(setting: Mapping[str, object], size: int) -> int:
     """Over how many ranks the experts of a group are spread; all, where its name does not say so."""
-    found = re.search(r"ep_size_(\d{1,9})$", str(setting.get("name")))
+    found = _SPREAD.search(str(setting.get("name")))
     return max(1, min(int(found[1]), size)) if found else size
 
 
