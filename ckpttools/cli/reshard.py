@@ -94,7 +94,7 @@ def _axis_names(_ctx: click.Context, _param: click.Parameter, value: tuple[str, 
 @click.option("--pp-layers", callback=_stages, metavar="N,N,...", help="Layers of each pipeline stage.  [default: equal blocks]")
 @click.option("--virtual-stages", type=click.IntRange(1, 1024), default=1, help="Chunks of layers per stage.")
 @options.model_config
-@click.option("--zero", type=click.IntRange(0, 3), help="ZeRO stage of the engine that resumes, with --to deepspeed.")
+@click.option("--zero", type=click.IntRange(0, 3), help="ZeRO stage of the engine that resumes, with --to deepspeed; 0 for none.")
 @click.option("--files-per-rank", type=click.IntRange(1, 1024), default=1, show_default=True, help="Data files of each rank.")
 @click.option(
     "--max-part-size",
