@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ckpttools.errors import ConversionError
+from ckpttools.errors import ConversionError, UsageError
 from ckpttools.gather import Gather
 from ckpttools.layouts import open_snapshot
 from ckpttools.model import Box
@@ -105,3 +105,18 @@ def test_tied_module_on_one_stage_is_refused_without_zero(tmp_path):
     with pytest.raises(ConversionError, match="is tied"):
         resharded(tag("pipe2_dp2_zero1_bf16"), tmp_path / "out", mesh="dp=4", stage=0)
     assert [] == list(tmp_path.iterdir())
+
+
+def test_mesh_of_too_many_ranks_is_refused_at_once(tmp_path):
+    with pytest.raises(UsageError, match="too many ranks"):
+        resharded(tag("zero3_bf16_w2"), tmp_path / "out", mesh="tp=2,dp=100000000", stage=3)
+
+
+def test_tied_module_without_its_layer_is_refused_and_not_a_traceback(tmp_path):
+    source = tag("bloom_tp2_pp2")
+    away = resharded(source, tmp_path / "away", to="dtensor", mesh="dp=1")
+    universal = resharded(away, tmp_path / "universal", to="deepspeed-universal", mesh="dp=2", stage=1)
+    try:
+        resharded(universal, tmp_path / "out", mesh="pp=2,dp=1,tp=2", stage=1)
+    except ConversionError:
+        assert not (tmp_path / "out").exists()

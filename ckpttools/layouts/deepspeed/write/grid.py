@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ckpttools.errors import UsageError
 from ckpttools.layouts.deepspeed.names import model_name, stem_of
 from ckpttools.model import Mesh
+from ckpttools.placement.fit import MAX_RANKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,10 @@ def world_mesh(mesh: Mesh) -> Mesh:
 
     DeepSpeed cuts a group as it likes, so `fsdp` is another word for `dp`.
 
-    Raises: UsageError: when `ep` does not divide the data-parallel ranks.
+    Raises: UsageError: when there are too many, or `ep` does not divide the data-parallel ranks.
     """
+    if mesh.ranks > MAX_RANKS:  # each has a file of its own, and names are made of all
+        raise UsageError(f"the mesh has too many ranks: {mesh}", expected=f"at most {MAX_RANKS}", found=str(mesh.ranks))
     sizes = dict(mesh.axes)
     dp, ep = sizes.pop("dp", 1) * sizes.pop("fsdp", 1), sizes.get("ep", 1)
     if dp % ep:

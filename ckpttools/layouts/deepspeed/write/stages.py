@@ -145,7 +145,11 @@ class Division:
             own = [n for n in self.names if n.startswith(prefix) and n in self.trained]
             numel[number] = sum(self.names[n] for n in own)
             kinds[number] = tuple(sorted(n.removeprefix(prefix) for n in own))
-        heads = [numel[min(n for n, p in self.prefixes.items() if p == prefix)] for prefix, has in self.has_head.items() if has]
+        heads = [
+            numel[min(own)]
+            for prefix, has in self.has_head.items()
+            if has and (own := [n for n, p in self.prefixes.items() if p == prefix])
+        ]
         usual = Counter(k for k in kinds if k).most_common(1)[0][0] if any(kinds) else ()
         zeros = [0] * len(heads)
         return [numel + heads, [int(k == usual) for k in kinds] + zeros, [1] * size + [1] * len(heads)]
