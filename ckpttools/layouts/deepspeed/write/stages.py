@@ -146,9 +146,9 @@ class Division:
             numel[number] = sum(self.names[n] for n in own)
             kinds[number] = tuple(sorted(n.removeprefix(prefix) for n in own))
         heads = [
-            numel[min(own)]
+            numel[min(numbers)]
             for prefix, has in self.has_head.items()
-            if has and (own := [n for n, p in self.prefixes.items() if p == prefix])
+            if has and (numbers := [n for n, p in self.prefixes.items() if p == prefix])
         ]
         usual = Counter(k for k in kinds if k).most_common(1)[0][0] if any(kinds) else ()
         zeros = [0] * len(heads)
