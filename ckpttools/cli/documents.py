@@ -169,7 +169,7 @@ def resharding(result: Resharding) -> dict[str, Any]:
         "schema": "ckpttools/reshard/1",
         "destination": converted.destination,
         "target": result.target,
-        "mesh": dict(result.assignment.mesh.axes),
+        "mesh": dict(result.mesh.axes),
         "is_written": converted.seal is not None,
         "was_done": converted.was_done,
         "fingerprint": converted.seal.fingerprint if converted.seal else None,

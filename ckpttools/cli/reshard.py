@@ -241,9 +241,8 @@ def _write_summary(resharding: Resharding) -> None:
     if conversion.resumed_bytes:
         render.write_data(f"resumed: {render_bytes_short(conversion.resumed_bytes)} were written by an earlier run")
     tensors, files = render.count(len(plan.tensors), "tensor"), render.count(len(plan.files), "file")
-    mesh = resharding.assignment.mesh
-    ranks = render.count(mesh.ranks, "rank")
-    text = f"{tensors}, {render_bytes_short(plan.bytes_written)} in {files} for {ranks} ({mesh})"
+    ranks = render.count(resharding.assignment.mesh.ranks, "rank")
+    text = f"{tensors}, {render_bytes_short(plan.bytes_written)} in {files} for {ranks} ({resharding.mesh})"
     render.write_data(f"{'already done' if conversion.was_done else 'wrote'} {conversion.destination}: {text}")
     if seal is not None:
         render.write_data(f"{seal.fingerprint}  fingerprint")

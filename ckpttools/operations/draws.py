@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpttools.geometry import BoxIndex, factored
 from ckpttools.model import Box, Mesh, TensorEntry
-from ckpttools.placement.local import PlacedTensor, coordinate
+from ckpttools.placement.local import PlacedTensor
 
 
 @dataclass
@@ -22,12 +22,17 @@ class Draw:
     """Source file -> bytes of it."""
 
 
-def draws(tensors: Sequence[PlacedTensor], mesh: Mesh, sources: Mapping[str, TensorEntry]) -> list[Draw]:
-    """Rank by rank; a box that several ranks hold counts for each of them. Pure."""
-    found = []
-    for rank in range(mesh.ranks):
-        places = coordinate(mesh, rank)
-        found.append(Draw(rank, ",".join(f"{axis}={places[axis]}" for axis, _ in mesh.axes)))
+def draws(
+    tensors: Sequence[PlacedTensor],
+    mesh: Mesh,
+    sources: Mapping[str, TensorEntry],
+    coordinates: Callable[[int], Mapping[str, int]],
+) -> list[Draw]:
+    """Rank by rank; a box that several ranks hold counts for each of them. Pure.
+
+    Args: coordinates: what is shown of a rank: its place along each axis, in the order of the axes.
+    """
+    found = [Draw(rank, ",".join(f"{axis}={place}" for axis, place in coordinates(rank).items())) for rank in range(mesh.ranks)]
     for tensor in tensors:
         entry = sources[tensor.spec.name]
         index = BoxIndex([p.box for p in entry.pieces])

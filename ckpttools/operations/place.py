@@ -12,7 +12,7 @@ from ckpttools.model import Mesh
 from ckpttools.operations.model_settings import read_settings, read_text
 from ckpttools.operations.select import Selection
 from ckpttools.placement import assign
-from ckpttools.placement.assign import Assignment, HeldAt, require_fit
+from ckpttools.placement.assign import Assignment, HeldAt
 from ckpttools.placement.counts import Counts, counts_of
 from ckpttools.placement.infer import infer
 from ckpttools.placement.rule_files import BUILT_IN, OTHERS, built_in, choose, parse_rules
@@ -61,14 +61,14 @@ def place(
         told: what counts where the user names no rules, and in place of layers per stage.
         usual: the built-in set for tensors of such shapes where neither says anything; empty for what the names suggest.
 
-    Raises: UsageError: for rules that are none, or with all that does not fit the mesh and the nearest one that does.
+    Raises: UsageError: for rules that are none; what does not fit the mesh is in the result (`assign.require_fit`).
     """
     told = told or Told()
     tensors = [
         (replace(entry.spec, name=name), entry.path if name == entry.name else (name,), entry.family)
         for name, entry in selection.tensors.items()
     ]
-    assignment = assign.place(
+    return assign.place(
         tensors,
         mesh,
         told.rules if told.rules is not None and not placing.rules else _rules(snapshot, selection, placing, usual),
@@ -79,8 +79,6 @@ def place(
         virtual_stages=placing.virtual_stages,
         held=told.held,
     )
-    require_fit(assignment)
-    return assignment
 
 
 def _rules(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ckpttools import plan as plans
 from ckpttools.errors import UsageError
@@ -25,7 +26,8 @@ from ckpttools.operations.replicas import COMPARE, allowed, settle
 from ckpttools.operations.select import Choice
 from ckpttools.operations.spelling import STACKED, spell
 from ckpttools.operations.targets import BY_NAME, Details, Request, Target
-from ckpttools.placement.assign import Assignment
+from ckpttools.placement.assign import Assignment, require_fit
+from ckpttools.placement.local import canonical_mesh
 from ckpttools.plan import Plan
 
 
@@ -35,6 +37,8 @@ class Resharding:
 
     conversion: Conversion
     target: str
+    mesh: Mesh
+    """As it was asked for, in the order in which ranks are numbered; of the assignment's only the product is the ranks."""
     assignment: Assignment
     dropped: tuple[str, ...] = ()
     """Names of what the target cannot hold."""
@@ -47,7 +51,13 @@ class Resharding:
 
     def draws(self) -> list[Draw]:
         """What each rank of the mesh needs of the source, rank by rank."""
-        return draws(self.assignment.tensors, self.assignment.mesh, self.conversion.selection.tensors)
+        places = partial(BY_NAME[self.target].rank_at, self.mesh)
+
+        def coordinates(rank: int) -> dict[str, int]:
+            found = places(rank)
+            return {axis: found[axis] for axis, _ in self.mesh.axes}
+
+        return draws(self.assignment.tensors, self.assignment.mesh, self.conversion.selection.tensors, coordinates)
 
 
 def reshard(
@@ -84,7 +94,7 @@ def reshard(
     """
     manner, choice, details = manner or Manner(), choice or Choice(), details or Details()
     into = _target(target, details)
-    mesh = into.world(mesh)
+    asked, mesh = mesh, into.world(mesh)
     require_replaceable(destination, (location, *roots), is_file=False, is_overwriting=manner.is_overwriting)
     snapshot = open_snapshot(location, roots=roots)
     manner = replace(manner, allowed_findings=allowed(replicas, manner.allowed_findings))
@@ -98,6 +108,7 @@ def reshard(
         told = Told(*into.own_places(chosen.tensors, chosen.objects, mesh, placed.stage_layers))
         found = taken.snapshot, chosen
         assignment = place(*found, mesh, placed, needs_even=even, copies_heads=copies, told=told, usual=into.rules)
+        require_fit(assignment, asked, lambda nearest: into.stated(nearest, asked))
         return assignment, _request(assignment, snapshot, taken, details)
 
     taken, assignment, request = _held(taken, into, ask, is_dropping=is_dropping, is_weights_only=bool(choice.is_weights_only))
@@ -108,7 +119,7 @@ def reshard(
         on_plan(conversion.plan)
     if not is_dry_run:
         conversion = carry_out(conversion, taken.snapshot, manner)
-    return Resharding(conversion, into.name, assignment, tuple(taken.unheld))
+    return Resharding(conversion, into.name, canonical_mesh(asked), assignment, tuple(taken.unheld))
 
 
 def _named(taken: Taken, naming: Naming | None, target: Target, mesh: Mesh) -> tuple[Taken, tuple[str, ...]]:

@@ -15,7 +15,7 @@ from ckpttools.layouts.megatron_legacy import write as write_legacy
 from ckpttools.layouts.per_rank import write as per_rank
 from ckpttools.model import Arrangement, Mesh, ObjectEntry, Path, TensorEntry
 from ckpttools.placement.assign import HeldAt
-from ckpttools.placement.local import PlacedTensor
+from ckpttools.placement.local import PlacedTensor, coordinate
 from ckpttools.placement.rules import RuleSet
 
 
@@ -98,6 +98,10 @@ class Target:
     """What it need not be given, because it follows from the rest."""
     world: Callable[[Mesh], Mesh] = lambda mesh: mesh
     """A mesh as a user gives it -> one whose sizes multiply to the number of ranks."""
+    stated: Callable[[Mesh, Mesh], Mesh] = lambda world, asked: world
+    """Such a mesh, and the one that a user gave -> the former in the terms of the latter."""
+    rank_at: Callable[[Mesh, int], Mapping[str, int]] = coordinate
+    """A mesh as a user gives it and a rank -> its coordinates along those axes."""
     own_places: OwnPlaces = lambda tensors, objects, mesh, layers: (None, {})
     """What the checkpoint itself tells of placement, where the target asks it."""
     holds_whole_items: bool = False
@@ -247,6 +251,8 @@ TARGETS = (
         needs_even=True,
         derives=deepspeed.find_derived,
         world=deepspeed.world_mesh,
+        stated=deepspeed.stated_mesh,
+        rank_at=deepspeed.rank_at,
         own_places=deepspeed.own_places,
     ),
     Target(
@@ -257,6 +263,8 @@ TARGETS = (
         needs_even=True,
         derives=partial(deepspeed.find_derived, is_universal=True),
         world=deepspeed.world_mesh,
+        stated=deepspeed.stated_mesh,
+        rank_at=deepspeed.rank_at,
         own_places=deepspeed.own_places,
     ),
     Target(

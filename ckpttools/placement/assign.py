@@ -6,7 +6,7 @@ Optimizer state goes with its parameter; what no rule names is replicated, but f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -63,17 +63,23 @@ class Assignment:
         return tuple(found.tensor for found in self.assigned)
 
 
-def require_fit(assignment: Assignment) -> None:
-    """Raises UsageError with every problem of an assignment that has any, and the nearest mesh that would fit."""
+def require_fit(
+    assignment: Assignment, asked: Mesh | None = None, stated: Callable[[Mesh], Mesh] = lambda nearest: nearest
+) -> None:
+    """Raises UsageError with every problem of an assignment that has any, and the nearest mesh that would fit.
+
+    Args: asked: the mesh in the terms of who asked for it; the assignment's unless given. stated: puts the nearest in them.
+    """
     if not assignment.problems:
         return
-    hints = [] if assignment.nearest is None else [f"the nearest mesh that fits: --mesh {str(assignment.nearest) or 'dp=1'}"]
+    nearest = None if assignment.nearest is None else stated(assignment.nearest)
+    hints = [] if nearest is None else [f"the nearest mesh that fits: --mesh {str(nearest) or 'dp=1'}"]
     if any("no rule" in problem.message for problem in assignment.problems):
         hints.append("give rules for these names: --placements FILE (docs/reference/placement-rules.md)")
     if any("needs the number of" in problem.message for problem in assignment.problems):
         hints.append("give the model's config: --model-config FILE")
     details = "\n  ".join(str(problem) for problem in assignment.problems)
-    raise UsageError(f"the mesh {assignment.mesh} does not fit this checkpoint:\n  {details}", hints=hints)
+    raise UsageError(f"the mesh {asked or assignment.mesh} does not fit this checkpoint:\n  {details}", hints=hints)
 
 
 def place(

@@ -120,3 +120,48 @@ def test_tied_module_without_its_layer_is_refused_and_not_a_traceback(tmp_path):
         resharded(universal, tmp_path / "out", mesh="pp=2,dp=1,tp=2", stage=1)
     except ConversionError:
         assert not (tmp_path / "out").exists()
+
+
+class TestMeshesInMessages:
+    """Experts are shared by data-parallel ranks: what is said has the axes that the user gave."""
+
+    MOE = "moe_ep2_zero2_bf16"
+
+    def asked(self, ckpttools, out, mesh, *options):
+        line = ["reshard", tag(self.MOE), out, "--to", "deepspeed", "--mesh", mesh, "--zero", 2, *options]
+        return ckpttools(*map(str, line))
+
+    @pytest.mark.parametrize(
+        ("mesh", "shown", "last"),
+        [
+            ("dp=4,ep=2", {"dp": 4, "ep": 2}, "dp=3,ep=1"),
+            ("ep=2,fsdp=4", {"fsdp": 4, "ep": 2}, "fsdp=3,ep=1"),
+            ("dp=2,fsdp=2,ep=2", {"dp": 2, "fsdp": 2, "ep": 2}, "dp=1,fsdp=1,ep=1"),
+            ("dp=4", {"dp": 4}, "dp=3"),
+        ],
+    )
+    def test_document_has_the_mesh_as_given_and_one_entry_per_rank(self, ckpttools, tmp_path, mesh, shown, last):
+        told = json.loads(self.asked(ckpttools, tmp_path / "out", mesh, "--dry-run", "--json").stdout)
+        assert shown == told["mesh"]
+        assert list(shown) == list(told["mesh"])
+        assert [0, 1, 2, 3] == [rank["rank"] for rank in told["ranks"]]
+        assert last == told["ranks"][-1]["at"]
+
+    def test_a_rank_is_told_with_the_experts_that_it_has(self, ckpttools, tmp_path):
+        told = json.loads(self.asked(ckpttools, tmp_path / "out", "dp=4,ep=2", "--dry-run", "--json").stdout)
+        assert ["dp=0,ep=0", "dp=1,ep=1", "dp=2,ep=0", "dp=3,ep=1"] == [rank["at"] for rank in told["ranks"]]
+        for rank in told["ranks"]:
+            others = {"0": "expert_2", "1": "expert_0"}[rank["at"][-1]]
+            assert not [s["file"] for s in rank["sources"] if f"_{others}_" in s["file"]]
+
+    def test_summary(self, ckpttools, tmp_path):
+        assert "for 4 ranks (dp=4,ep=2)" in self.asked(ckpttools, tmp_path / "out", "dp=4,ep=2").stdout
+
+    @pytest.mark.parametrize(
+        ("mesh", "nearest"), [("dp=4,ep=2,tp=2", "dp=8,ep=2"), ("fsdp=4,ep=2,tp=2", "fsdp=8,ep=2"), ("tp=2", "dp=1")]
+    )
+    def test_nearest_mesh(self, ckpttools, tmp_path, mesh, nearest):
+        answer = self.asked(ckpttools, tmp_path / "out", mesh)
+        assert 2 == answer.exit_code
+        assert f"the mesh {mesh} does not fit" in answer.stderr
+        assert nearest in answer.stderr

@@ -20,7 +20,7 @@ from ckpttools.layouts.deepspeed.orders import PARAM_NAMES, PIPELINE
 from ckpttools.layouts.deepspeed.states import items
 from ckpttools.layouts.deepspeed.write.derived import Derived, find_derived
 from ckpttools.layouts.deepspeed.write.given import Entries, Given, buffers_in, sort_entries
-from ckpttools.layouts.deepspeed.write.grid import Grid, world_mesh
+from ckpttools.layouts.deepspeed.write.grid import Grid, rank_at, stated_mesh, world_mesh
 from ckpttools.layouts.deepspeed.write.model_files import expert_files, layer_files, model_files
 from ckpttools.layouts.deepspeed.write.partitions import optimizer_files
 from ckpttools.layouts.deepspeed.write.refusals import (
@@ -47,7 +47,9 @@ __all__ = [
     "arrange_universal",
     "find_derived",
     "own_places",
+    "rank_at",
     "sort_entries",
+    "stated_mesh",
     "world_mesh",
 ]
 

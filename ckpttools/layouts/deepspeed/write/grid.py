@@ -9,6 +9,7 @@ from ckpttools.errors import UsageError
 from ckpttools.layouts.deepspeed.names import model_name, stem_of
 from ckpttools.model import Mesh
 from ckpttools.placement.fit import MAX_RANKS
+from ckpttools.placement.local import canonical_mesh, coordinate
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +69,18 @@ def world_mesh(mesh: Mesh) -> Mesh:
     if any(name in ("dp", "fsdp") for name, _ in mesh.axes) or ep > 1:
         sizes["dp"] = dp // ep
     return Mesh(tuple(sizes.items()))
+
+
+def stated_mesh(world: Mesh, asked: Mesh) -> Mesh:
+    """A mesh as `world_mesh` gives it -> as a user gives one, with the word for data-parallel ranks of the one asked for."""
+    sizes, words = dict(world.axes), {name for name, _ in asked.axes} & {"dp", "fsdp"}
+    word, dp = ("fsdp" if words == {"fsdp"} else "dp"), sizes.pop("dp", 1) * sizes.get("ep", 1)
+    return canonical_mesh(Mesh((*sizes.items(), *([(word, dp)] if dp > 1 else []))))
+
+
+def rank_at(mesh: Mesh, rank: int) -> dict[str, int]:
+    """Coordinates of a rank along the axes that a user gives; the expert-parallel one follows from the data-parallel ones."""
+    ep = dict(mesh.axes).get("ep", 1)
+    others = Mesh(tuple(axis for axis in canonical_mesh(mesh).axes if axis[0] != "ep"))
+    places = coordinate(others, rank)
+    return places | {"ep": (places.get("dp", 0) * dict(mesh.axes).get("fsdp", 1) + places.get("fsdp", 0)) % ep}
