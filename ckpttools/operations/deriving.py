@@ -46,9 +46,9 @@ def without_derived(taken: Taken, target: Target, details: Details, mesh: Mesh) 
         n: replace(t, rounded_from=_master(derived, n, taken) or (t.rounded_from if t.rounded_from not in cut else ""))
         for n, t in selection.tensors.items()
     }
-    rows = derived.rows
-    padding = [f"{n}[{min(rows[n], selection.tensors[n].spec.shape[0])}:]" for n in rows]
-    tensors = {n: with_rows(t, rows[n]) if n in rows else t for n, t in rounded.items() if n not in out}
+    tensors = {n: _with_rows(t, n, derived) for n, t in rounded.items() if n not in out}
+    first = {n: min(count, selection.tensors[n].spec.shape[0]) for n, count in derived.rows.items()} | dict(derived.kept_rows)
+    padding = [f"{n}[{row}:]" for n, row in first.items() if n not in derived.left]
     left = tuple(rounded[n] for n in derived.left if rounded[n].rounded_from)
     return replace(
         taken,
@@ -56,6 +56,13 @@ def without_derived(taken: Taken, target: Target, details: Details, mesh: Mesh) 
         derived=left,
         made_again=(*sorted(derived.left), *padding),
     )
+
+
+def _with_rows(entry: TensorEntry, name: str, derived: Derived) -> TensorEntry:
+    """A tensor with the rows that it is written with."""
+    if name in derived.kept_rows:
+        return with_rows(with_rows(entry, derived.kept_rows[name]), entry.spec.shape[0])
+    return with_rows(entry, derived.rows[name]) if name in derived.rows else entry
 
 
 def _master(derived: Derived, name: str, taken: Taken) -> str:

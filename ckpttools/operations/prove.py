@@ -16,7 +16,7 @@ from ckpttools.errors import FindingsError
 from ckpttools.findings import Finding
 from ckpttools.gather import Gather
 from ckpttools.layouts import Snapshot
-from ckpttools.model import Encoding, ObjectEntry, TensorEntry
+from ckpttools.model import VOID, Box, Encoding, ObjectEntry, TensorEntry
 from ckpttools.operations.replicas import REPLICA_HINT
 from ckpttools.operations.scan import scan
 from ckpttools.operations.validate import read_seal
@@ -114,8 +114,13 @@ class SourceProof:
             return []
         if self._seal.algorithm != "blake3":
             digests = self._scan(self._tensors, algorithm=self._seal.algorithm)
-        shapes = {t.name: t.spec.shape for t in self._tensors}  # of a part of a tensor nothing was sealed
-        sealed = {t.name: t.digest for t in self._seal.tensors if shapes.get(t.name, t.shape) == t.shape}
+        stored = self._snapshot.checkpoint.by_name
+        blanked = {t.name for t in self._tensors if t.name in stored and _voids(t) != _voids(stored[t.name])}
+        shapes = {
+            t.name: t.spec.shape for t in self._tensors
+        }  # of a part of a tensor, or one with zeros in it, nothing was sealed
+        whole = (t for t in self._seal.tensors if shapes.get(t.name, t.shape) == t.shape and t.name not in blanked)
+        sealed = {t.name: t.digest for t in whole}
         return [
             Finding("digest-mismatch", name, f"{sealed[name]}, as sealed", digest)
             for name, digest in digests.items()
@@ -144,3 +149,8 @@ class SourceProof:
         )
         self._findings += scanned.findings
         return {name: t.digest for name, t in scanned.digests.items()}
+
+
+def _voids(entry: TensorEntry) -> list[Box]:
+    """Boxes of a tensor that nothing was stored of."""
+    return [piece.box for piece in entry.pieces if VOID in piece.extent.transforms]

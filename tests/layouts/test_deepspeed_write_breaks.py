@@ -11,7 +11,14 @@ from ckpttools.gather import Gather
 from ckpttools.layouts import open_snapshot
 from ckpttools.model import Box
 from ckpttools.operations.select import Choice
+from ckpttools.operations.validate import validate
 from tests.layouts.test_deepspeed_write import both_ways, differences, names, resharded, tag
+
+
+def rows_of(place, name: str) -> bytes:
+    """The bytes of a tensor, row after row."""
+    snapshot = open_snapshot(str(place), is_located=True)
+    return b"".join(map(bytes, Gather(snapshot.source, memory_bytes=1 << 20).stream(snapshot.checkpoint.by_name[name])))
 
 
 class TestVocabularies:
@@ -33,6 +40,15 @@ class TestVocabularies:
             box = Box((59, 0), (5, 32))
             views = Gather(snapshot.source, memory_bytes=1 << 20).stream(entry, box)
             assert bytes(5 * 32 * 4) == b"".join(map(bytes, views))
+
+    @pytest.mark.parametrize("stage", [0, 1, 2])
+    def test_padding_rows_of_the_weight_are_zeros_too_since_the_engine_rounds_it_from_its_master(self, tmp_path, stage):
+        out = resharded(tag("universal_tp2_dp2_zero1"), tmp_path / "out", mesh="dp=1", stage=stage)
+        assert ("ok", []) == ((found := validate(str(out))).verdict, [f for f in found.findings if f.is_error])
+        name = "embedding.word_embeddings.weight"
+        rows = [rows_of(place, name) for place in (tag("universal_tp2_dp2_zero1"), out)]
+        assert rows[0][: 59 * 64] == rows[1][: 59 * 64]
+        assert (bytes(5 * 64), True) == (rows[1][59 * 64 :], any(rows[0][59 * 64 :]))
 
     def test_padding_rows_of_what_is_not_stated_to_be_a_vocabulary_are_refused(self, tmp_path):
         choice = Choice(exclude=("extra_state.universal_checkpoint_info",))

@@ -37,6 +37,8 @@ class Derived:
     rows: Mapping[str, int] = field(default_factory=dict)
     """Tensor that is written with other rows -> how many: of a vocabulary, without those that pad it in universal checkpoints,
     with them in all others."""
+    kept_rows: Mapping[str, int] = field(default_factory=dict)
+    """Weight whose further rows become zeros -> how many are kept: the engine rounds it from a master that has zeros there."""
 
 
 def find_derived(
@@ -67,7 +69,9 @@ def find_derived(
     shared = table(values.get((EXTRA_STATE, "shared_params")))
     aliases |= {name: str(kept) for name, kept in shared.items() if name not in tensors and str(kept) in tensors}
     tied = _tied(tensors, shared, aliases, group_of)
-    return Derived(aliases | _rank_copies(tensors, stems), frozenset(left), equal, rounded, tied, rows)
+    longer = {n: t.spec.shape[0] for n, t in masters.items() if master_name(n) in rows and n in tensors}
+    kept = {n: count for n, count in longer.items() if rows[master_name(n)] > count}
+    return Derived(aliases | _rank_copies(tensors, stems), frozenset(left), equal, rounded, tied, rows, kept)
 
 
 def master_name(parameter: str) -> str:
