@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from ckpttools.errors import ConversionError, UsageError
 from ckpttools.gather import Gather
@@ -181,3 +182,42 @@ class TestMeshesInMessages:
         assert 2 == answer.exit_code
         assert f"the mesh {mesh} does not fit" in answer.stderr
         assert nearest in answer.stderr
+
+
+class TestNamesOfPositions:
+    """Without ZeRO the optimizer has positions: names that weights in their order do not tell are written beside them."""
+
+    def without_zero(self, source, tmp_path, stage=3):
+        away = resharded(source, tmp_path / "away", to="deepspeed-universal", mesh="dp=2", stage=stage)
+        again = resharded(away, tmp_path / "again", to="deepspeed-universal", mesh="dp=2", stage=2)
+        return resharded(again, tmp_path / "out", mesh="dp=2", stage=0)
+
+    @pytest.mark.parametrize("stage", [1, 3])
+    @pytest.mark.parametrize("name", ["zero0_fp32_w2", "zero0_bf16_w2", "zero2_fp32_w4", "zero3_bf16_w2", "universal_zero3_w2"])
+    def test_by_way_of_universal_checkpoints_which_have_another_order(self, tmp_path, name, stage):
+        out = self.without_zero(tag(name), tmp_path, stage)
+        found = both_ways(out, tag(name))
+        if (name, stage) == ("zero0_bf16_w2", 3):  # its universal checkpoint has masters alone
+            found = [d for d in found if d.split()[1].startswith("optimizer.")]
+        assert [] == found
+        assert [] == [f.code for f in open_snapshot(str(out)).checkpoint.findings if f.code == "names-unstated"]
+
+    def test_torch_takes_them(self, tmp_path):
+        source, out = tag("zero0_fp32_w2"), self.without_zero(tag("zero0_fp32_w2"), tmp_path)
+        saved, first = (torch.load(d / "mp_rank_00_model_states.pt", weights_only=False)["optimizer"] for d in (out, source))
+        vectors = first["state"]
+        groups = [
+            [torch.nn.Parameter(torch.zeros_like(vectors[p]["exp_avg"])) for p in g["params"]] for g in first["param_groups"]
+        ]
+        optimizer = torch.optim.AdamW([{"params": group} for group in groups])
+        optimizer.load_state_dict(saved)
+        for group, stated in zip(groups, first["param_groups"], strict=True):
+            for parameter, position in zip(group, stated["params"], strict=True):
+                assert torch.equal(optimizer.state[parameter]["exp_avg"], vectors[position]["exp_avg"])
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    def test_nothing_is_written_where_the_order_tells(self, tmp_path):
+        out = resharded(tag("zero0_fp32_w2"), tmp_path / "out", mesh="dp=3", stage=0)
+        optimizer = torch.load(out / "mp_rank_00_model_states.pt", weights_only=False)["optimizer"]
+        assert not [g for g in optimizer["param_groups"] if "param_names" in g]

@@ -116,10 +116,10 @@ def name_positions(
     def has_shape(position: int, i: int) -> bool:
         return position not in shapes or model[i][1] in shapes[position]
 
-    found = _only_names(optimizer.groups, model, has_shape)
+    found = only_names(optimizer.groups, model, has_shape)
     if is_like is not None and len(found) < total:
         fits = _remembering(lambda p, i: has_shape(p, i) and is_like(p, i))
-        found = _only_names(optimizer.groups, model, fits) or found or _by_values(optimizer.groups, model, fits)
+        found = only_names(optimizer.groups, model, fits) or found or _by_values(optimizer.groups, model, fits)
     return found
 
 
@@ -144,8 +144,8 @@ def _by_values(groups: Sequence[Sequence[int]], model: Params, fits: Fits) -> di
     return {p: model[like[0]][0] for p, like in likes.items() if len(like) == 1 and takers[like[0]] == 1}
 
 
-def _only_names(groups: Sequence[Sequence[int]], model: Params, fits: Fits) -> dict[int, str]:
-    """Position -> name, for those that have the same name in every order that fits."""
+def only_names(groups: Sequence[Sequence[int]], model: Params, fits: Fits) -> dict[int, str]:
+    """Position -> name, for those that have the same name in every order that fits; none where none does. Pure."""
     goal = tuple(map(len, groups))
     forward = _sweep(groups, model, fits)
     if not forward or goal not in forward[-1]:

@@ -9,10 +9,12 @@ torch/optim/optimizer.py (`state_dict`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ckpttools.layouts.deepspeed.experts import experts_of, is_expert
 from ckpttools.layouts.deepspeed.names import expert_optimizer_name
+from ckpttools.layouts.deepspeed.states import table
+from ckpttools.layouts.deepspeed.unflattened import only_names
 from ckpttools.layouts.deepspeed.write.given import MASTER, Given, Group
 from ckpttools.layouts.deepspeed.write.pickled import Pickled
 from ckpttools.layouts.deepspeed.write.settings import loss_scale, numbers, param_groups, vector_keys
@@ -35,6 +37,8 @@ def optimizer_record(given: Given, pickled: Pickled, ep: int = 0) -> dict[str, o
         orders.append(names)
         masters.append([pickled.whole(given.states[name][MASTER]) for name in names])
     groups = param_groups(given, positions)
+    if not _is_told(given, positions, orders):
+        groups = [table(settings) | {"param_names": names} for settings, names in zip(groups, orders, strict=True)]
     inner: dict[str, object] = {"state": states, "param_groups": groups}
     if not given.entries.is_half:
         return inner
@@ -47,6 +51,18 @@ def expert_files(given: Given) -> Iterable[ArrangedFile]:
         for ep in range(given.entries.grid.ep):
             pickled = Pickled()
             yield pickled.file(expert_optimizer_name(ep, given.mp), {"optimizer": optimizer_record(given, pickled, ep)})
+
+
+def _is_told(given: Given, positions: Sequence[Sequence[int]], orders: Sequence[Sequence[str]]) -> bool:
+    """Whether the weights in their order, by shapes alone, leave one name to each position."""
+    names = {p: n for own, order in zip(positions, orders, strict=True) for p, n in zip(own, order, strict=True)}
+    shapes = {p: given.shape(n) for p, n in names.items()}
+    others = given.entries.buffers | {n for n in given.weights if is_expert(n)} - set(names.values())
+    model = [(n, t.spec.shape) for n, t in given.weights.items() if n not in others]
+    if given.entries.is_pipeline:  # they are in files of their own, in this order
+        prefixes = tuple(given.entries.layers.values())
+        model.sort(key=lambda own: next((i for i, prefix in enumerate(prefixes) if own[0].startswith(prefix)), len(prefixes)))
+    return only_names(positions, model, lambda position, i: shapes[position] == model[i][1]) == names
 
 
 def _names_on(given: Given, group: Group, ep: int) -> list[str]:
