@@ -2,8 +2,8 @@
 
 A weight is in the dtype that training used; `optimizer.state.<name>.fp32` is its master, `.exp_avg` and so on its state. A flat
 partition is boxes of the parameters in it, so nothing is put together in memory. Read `read` first; one story per module:
-`names` (files), `ranks` (which there must be), `partitions` (ZeRO 1 and 2), `stage3`, `unflattened` (ZeRO off), `modules`
-(weights, pipeline layers, experts), `universal`, `tensor_parallel`, `settings`.
+`names` (files), `ranks` (which there must be), `partitions` (ZeRO 1 and 2), `stage3`, `unflattened` and `counted` (ZeRO off),
+`modules` (weights, pipeline layers, experts), `universal`, `tensor_parallel`, `settings`.
 
 Source: deepspeedai/DeepSpeed, v0.19.8 (the modules name the files).
 """

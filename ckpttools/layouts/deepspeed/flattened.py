@@ -95,10 +95,11 @@ def find_stretches(totals: Sequence[int], params: Params, fits: Fits) -> list[St
 
 
 def add_flat_state(
-    book: Book, files: Files, optimizer: Unflattened, params: Params, likeness: Likeness, *, tp: int
+    book: Book, files: Files, optimizer: Unflattened, params: Params, likeness: Likeness, *, tp: int, is_all: bool
 ) -> list[list[str]]:
     """Masters and state of every parameter, as boxes of the flat vectors; the vectors themselves where names are not told.
 
+    Args: is_all: whether no parameter can be absent from `params`; without that, numbers of elements alone name nothing.
     Returns: the parameters of each group; none where they are not told.
     """
     flats = [files.locate(optimizer.file, r, f"fp32 weights of group {g}") for g, r in enumerate(optimizer.flats)]
@@ -109,7 +110,9 @@ def add_flat_state(
         flat, weight = flats[g], weights[i]
         return flat is None or weight is None or likeness.may_round_to(flat, weight, at)
 
-    stretches = find_stretches(totals, params, fits) or find_stretches(totals, params, lambda g, at, i: True)
+    stretches = find_stretches(totals, params, fits)
+    if not stretches and is_all:
+        stretches = find_stretches(totals, params, lambda g, at, i: True)
     by_group: dict[int, list[Stretch]] = {}
     for stretch in stretches:
         by_group.setdefault(stretch.group, []).append(stretch)

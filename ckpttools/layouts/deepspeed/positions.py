@@ -9,6 +9,7 @@ from itertools import islice
 from ckpttools.containers.torch_entries import RankFile
 from ckpttools.findings import Finding
 from ckpttools.layouts.deepspeed.book import WEIGHT, Book
+from ckpttools.layouts.deepspeed.counted import Amount, Measure, find_lost, find_lost_layers
 from ckpttools.layouts.deepspeed.experts import all_experts, expert_counts, split_expert
 from ckpttools.layouts.deepspeed.flattened import add_flat_state
 from ckpttools.layouts.deepspeed.likeness import Likeness
@@ -57,7 +58,10 @@ def read_without_zero(book: Book, files: Files, names: Names, ranks: Ranks) -> N
     else:
         for mp, optimizer in optimizers.items():
             model = ranks.model_of(mp)
-            named = _add_optimizer(book, files, optimizer, _parameters(files, model) if model else [], tp=mp % ranks.tp)
+            params = _parameters(files, model) if model else []
+            lost = find_lost(files, optimizer, params, optimizer.path)
+            files.findings += [lost] if lost else []
+            named = _add_optimizer(book, files, optimizer, params, tp=mp % ranks.tp, is_all=lost is None)
             book.orders.setdefault(mp // ranks.tp, named)
     for optimizer in islice(optimizers.values(), 1):
         read_optimizer_settings(book, optimizer.settings)
@@ -69,12 +73,15 @@ def _order(optimizer: Unflattened, named: Mapping[int, str]) -> list[list[str]]:
     return [[named[p] for p in group] for group in optimizer.groups] if all(p in named for p in positions) else []
 
 
-def _add_optimizer(book: Book, files: Files, optimizer: Unflattened, params: Params, *, tp: int) -> list[list[str]]:
-    """One rank's optimizer, of these parameters; returns those of each group, where they are told."""
+def _add_optimizer(book: Book, files: Files, optimizer: Unflattened, params: Params, *, tp: int, is_all: bool) -> list[list[str]]:
+    """One rank's optimizer, of these parameters; returns those of each group, where they are told.
+
+    Args: is_all: whether these are known to be all that it can have; without that, values name them and shapes do not.
+    """
     if optimizer.flats:
-        return add_flat_state(book, files, optimizer, params, Likeness(files), tp=tp)
+        return add_flat_state(book, files, optimizer, params, Likeness(files), tp=tp, is_all=is_all)
     shapes = shapes_by_position(files, optimizer)
-    named = name_positions(optimizer, shapes, params, _likeness(book, files, optimizer, params, tp=tp))
+    named = name_positions(optimizer, shapes, params, _likeness(book, files, optimizer, params, tp=tp), is_all=is_all)
     add_state(book, files, optimizer, named, tp=tp)
     return _order(optimizer, named)
 
@@ -123,9 +130,12 @@ def _read_pipeline(book: Book, files: Files, names: Names, ranks: Ranks, optimiz
         n: [_layer_params(book, files, n, opened.get((n, t))) for t in range(ranks.tp)] for n in layers
     }
     stages = [optimizers.get(pp * ranks.tp) for pp in range(ranks.pp)]
-    counts = [sum(map(len, o.groups)) if o else 0 for o in stages]
-    split = split_layers([len(by_layer[n][0]) for n in layers], counts)
-    first = next((n for n in layers if by_layer[n][0]), 0)
+    measure = Measure(files, [o for o in stages if o])
+    full = {n: max(by_layer[n], key=len) for n in layers}  # where one rank's file is absent, another's tells what is in it
+    split = _split(measure, list(full.values())) if all(stages) else None
+    if split is None:
+        files.findings += find_lost_layers(measure, full, next(iter(names.layers.values())))
+    first = next((n for n in layers if full[n]), 0)
     has_tie = split is not None and any(is_tied for _, _, is_tied in split)
     tied = {first: f"{TIED}{USUAL_TIE}."} if has_tie else {}
     read_layers(book, files, names, ranks, opened, tied)
@@ -138,8 +148,22 @@ def _read_pipeline(book: Book, files: Files, names: Names, ranks: Ranks, optimiz
             on_stage = [n for n in layers[start:stop] if n != first or not is_tied]
             params = _named(by_layer[first][tp], tied[first]) if is_tied else []
             params += [p for n in on_stage for p in _named(by_layer[n][tp], tied.get(n, f"{n}."))]
-            book.orders.setdefault(pp, _add_optimizer(book, files, optimizer, params, tp=tp))
+            named = _add_optimizer(book, files, optimizer, params, tp=tp, is_all=split is not None)
+            book.orders.setdefault(pp, named)
         book.settle()
+
+
+def _split(measure: Measure, layers: Sequence[Params]) -> list[tuple[int, int, bool]] | None:
+    """The layers of each stage (see `split_layers`), where each has what its optimizer has, in shapes too."""
+    wanted, sizes = measure.of_optimizers(), [measure.of_params(params) for params in layers]
+    split = split_layers([size.total() for size in sizes], [amount.total() for amount in wanted])
+    first = next((i for i, size in enumerate(sizes) if size.total()), 0)
+    for (start, stop, is_tied), amount in zip(split or [], wanted, strict=False):
+        own = [first] if is_tied else []
+        own += [i for i in range(start, stop) if i != first or not is_tied]
+        if sum((sizes[i] for i in own), Amount()) != amount:
+            return None
+    return split
 
 
 def _layer_params(book: Book, files: Files, layer: int, file: RankFile | None) -> Params:
@@ -160,7 +184,7 @@ def _named(params: Params, prefix: str) -> Params:
 def split_layers(sizes: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int, bool]] | None:
     """Which consecutive layers each stage has, and whether it has the tied module of the first one besides. Pure.
 
-    Args: sizes: parameters in each layer. counts: parameters of each stage's optimizer.
+    Args: sizes: parameters (or elements) in each layer. counts: parameters (or elements) of each stage's optimizer.
     Returns: (start, stop, whether the tied module is on it) per stage; None when the numbers do not fit.
     """
     if not sizes:
@@ -204,15 +228,31 @@ def _read_expert_optimizers(book: Book, files: Files, names: Names, ranks: Ranks
             continue
         optimizers.setdefault(mp, optimizer)
         optimizer.prefix = f"rank_{ep}_{mp}." if len(names.expert_optimizer) > 1 else ""
-        named: dict[int, str] = {}
-        shapes = shapes_by_position(files, optimizer)
         optimizer.fused = {n: (f, ep % len(f.ranks)) for n, f in ranks.fused.items()}
-        for part, params in _parts_of(book, optimizer, _parameters(files, model), ep, size):
-            left = [p for p in params if split_expert(p[0])[0] not in {split_expert(n)[0] for n in named.values()}]
-            named |= name_positions(part, shapes, left, _likeness(book, files, part, left, tp=mp % ranks.tp))
+        named = _name_parts(book, files, optimizer, model, ep, size, tp=mp % ranks.tp)
         add_state(book, files, optimizer, named, tp=mp % ranks.tp)
         book.orders.setdefault(mp // ranks.tp, _all_groups(_order(optimizer, named), size))
         book.settle()
+
+
+def _name_parts(
+    book: Book, files: Files, optimizer: Unflattened, model: ModelFile, ep: int, size: int, *, tp: int
+) -> dict[int, str]:
+    """The name of each position; of no expert's where one is not there, which another layer's would be taken for."""
+    shapes = shapes_by_position(files, optimizer)
+    found: list[dict[int, str]] = []
+    lost: list[Finding] = []
+    for at, (part, params) in enumerate(_parts_of(book, optimizer, _parameters(files, model), ep, size)):
+        taken = {split_expert(name)[0] for named in found for name in named.values()}
+        left = [p for p in params if split_expert(p[0])[0] not in taken]
+        absent = find_lost(files, part, left, "the files of the experts" if at else model.path)
+        lost += [absent] if absent else []
+        likeness = _likeness(book, files, part, left, tp=tp)
+        found.append(name_positions(part, shapes, left, likeness, is_all=absent is None))
+        if at and lost:
+            found[1:] = []
+    files.findings += lost
+    return {position: name for named in found for position, name in named.items()}
 
 
 def _parts_of(book: Book, optimizer: Unflattened, shared: Params, ep: int, size: int) -> Iterator[tuple[Unflattened, Params]]:

@@ -96,13 +96,19 @@ def shapes_by_position(files: Files, optimizer: Unflattened) -> dict[int, frozen
 
 
 def name_positions(
-    optimizer: Unflattened, shapes: Mapping[int, Collection[tuple[int, ...]]], model: Params, is_like: Fits | None = None
+    optimizer: Unflattened,
+    shapes: Mapping[int, Collection[tuple[int, ...]]],
+    model: Params,
+    is_like: Fits | None = None,
+    *,
+    is_all: bool = True,
 ) -> dict[int, str]:
     """The name of each position that can have one only. Pure, as far as `is_like` is.
 
     Args: shapes: those that the parameter at a position can have. model: the parameters in their order, buffers and
         further names of tied ones left out. is_like: whether the values at a position can be those of a parameter; asked
-        where shapes leave a choice, and enough by itself where the groups have another order.
+        where shapes leave a choice, and enough by itself where the groups have another order. is_all: whether no parameter
+        can be absent from `model`; without that, shapes alone name nothing.
     """
     if any(optimizer.stated_names) and all(
         len(n) == len(p) for n, p in zip(optimizer.stated_names, optimizer.groups, strict=True)
@@ -116,7 +122,7 @@ def name_positions(
     def has_shape(position: int, i: int) -> bool:
         return position not in shapes or model[i][1] in shapes[position]
 
-    found = only_names(optimizer.groups, model, has_shape)
+    found = only_names(optimizer.groups, model, has_shape) if is_all else {}
     if is_like is not None and len(found) < total:
         fits = _remembering(lambda p, i: has_shape(p, i) and is_like(p, i))
         found = only_names(optimizer.groups, model, fits) or found or _by_values(optimizer.groups, model, fits)

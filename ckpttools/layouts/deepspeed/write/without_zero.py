@@ -62,6 +62,8 @@ def _is_told(given: Given, positions: Sequence[Sequence[int]], orders: Sequence[
     if given.entries.is_pipeline:  # they are in files of their own, in this order
         prefixes = tuple(given.entries.layers.values())
         model.sort(key=lambda own: next((i for i, prefix in enumerate(prefixes) if own[0].startswith(prefix)), len(prefixes)))
+        if len(model) != len(names):  # frozen ones leave open where a stage ends
+            return False
     return only_names(positions, model, lambda position, i: shapes[position] == model[i][1]) == names
 
 
