@@ -148,6 +148,12 @@ class TestTies:
             change(path, lambda v: v.pop("shared_params"))
         assert ["warning"] == [text.split()[0] for text in said(directory)["no-data"]]
 
+    def test_module_that_its_parent_has_under_two_names_is_a_remark_since_ties_do_not_list_it(self, tag):
+        directory = tag("zero3_bf16_w2")
+        for path in models(directory):
+            change(path, lambda v: v["module"].update({"layers.0.again.weight": v["module"]["layers.0.up.weight"]}))
+        assert ["warning", "`layers.0.again.weight`"] == said(directory)["no-data"][0].split()[:2]
+
 
 class TestLostWeights:
     """3090, 7546, 6699: what was never written, and what is there in spite of it."""

@@ -53,14 +53,16 @@ def read_modules(book: Book, files: Files, ranks: Ranks) -> None:
             elif name in model.buffers or stored.numel:
                 book.add_whole(name, WEIGHT, mp % ranks.tp, stored, dp, model.path, is_stale=dp > 0)
             elif name not in trained and name not in model.frozen_shapes and name not in book.shared and dp == 0:
-                files.findings.append(_lost(model, name, may_be_tied=not book.has_all_ties))
+                may_be_tied = not book.has_all_ties or "frozen_param_shapes" in model.top
+                files.findings.append(_lost(model, name, may_be_tied=may_be_tied))
         book.buffers |= model.buffers
 
 
 def _lost(model: ModelFile, name: str, *, may_be_tied: bool) -> Finding:
     """A finding for an empty tensor of ZeRO 3 that nothing else in the files belongs to.
 
-    Since 0.9.2 tied names are listed, so it is lost; before, it may be tied to another parameter.
+    Since 0.9.2 tied names are listed, so it is lost; before, it may be tied to another parameter. Where frozen parameters are
+    listed it can only be a further name: of a module that its parent has twice, ties list the first alone.
     """
     found = "an empty tensor, as of a parameter that was frozen when releases before 0.9.1 saved it"
     severity, remedy = ERROR, "take it from the model that training started from"
