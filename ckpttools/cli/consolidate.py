@@ -179,4 +179,4 @@ def _write_summary(conversion: Conversion) -> None:
         render.write_data(f"resumed: {render_bytes_short(conversion.resumed_bytes)} were written by an earlier run")
     render.write_data(f"{'already done' if conversion.was_done else 'wrote'} {conversion.destination}: {counts_text}{left}")
     if seal is not None:
-        render.write_data(f"{seal.fingerprint}  fingerprint")
+        render.write_data(render.fingerprint_line(conversion.fingerprint, seal))

@@ -140,7 +140,7 @@ def conversion(result: Conversion) -> dict[str, Any]:
         "destination": result.destination,
         "is_written": result.seal is not None,
         "was_done": result.was_done,
-        "fingerprint": result.seal.fingerprint if result.seal else None,
+        "fingerprint": _fingerprint(result),
         "aliases": result.selection.aliases,
         "left": list(result.selection.left),
     }
@@ -160,6 +160,11 @@ def _source_settled(result: Conversion) -> dict[str, Any]:
     )
 
 
+def _fingerprint(result: Conversion) -> str | None:
+    """As `hash` gives it of the output; of what was written where that is not known."""
+    return result.fingerprint or (result.seal.fingerprint if result.seal else None)
+
+
 def resharding(result: Resharding) -> dict[str, Any]:
     """`ckpttools/reshard/1`: what was written, or with --dry-run what would be; how it is placed and what each rank draws on."""
     converted = result.conversion
@@ -172,7 +177,7 @@ def resharding(result: Resharding) -> dict[str, Any]:
         "mesh": dict(result.mesh.axes),
         "is_written": converted.seal is not None,
         "was_done": converted.was_done,
-        "fingerprint": converted.seal.fingerprint if converted.seal else None,
+        "fingerprint": _fingerprint(converted),
         "aliases": converted.selection.aliases,
         "left": list(converted.selection.left),
         "dropped": list(result.dropped),

@@ -19,6 +19,8 @@ from ckpttools.units import render_bytes_short
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ckpttools.seals import Seal
+
 _REPORT_SECONDS = 30
 _MAX_FINDINGS = 200
 
@@ -31,6 +33,12 @@ def write_data(text: str) -> None:
 def write_json(document: dict[str, Any]) -> None:
     """The answer as one JSON document."""
     _emit(json.dumps(document, indent=1) + "\n")
+
+
+def fingerprint_line(whole: str, seal: Seal) -> str:
+    """The fingerprint of an output as `hash` has it; of what was written where that one is not known, and the line says so."""
+    written = f"{seal.fingerprint}  fingerprint of {count(len(seal.tensors), 'tensor')} written"
+    return f"{whole}  fingerprint" if whole else written
 
 
 def _emit(text: str) -> None:

@@ -245,4 +245,4 @@ def _write_summary(resharding: Resharding) -> None:
     text = f"{tensors}, {render_bytes_short(plan.bytes_written)} in {files} for {ranks} ({resharding.mesh})"
     render.write_data(f"{'already done' if conversion.was_done else 'wrote'} {conversion.destination}: {text}")
     if seal is not None:
-        render.write_data(f"{seal.fingerprint}  fingerprint")
+        render.write_data(render.fingerprint_line(conversion.fingerprint, seal))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ckpttools.cast import CastCounts
 from ckpttools.containers.copies import with_roots
-from ckpttools.digest import TensorDigest, digest_bytes
+from ckpttools.digest import TensorDigest, digest_bytes, fingerprint
 from ckpttools.dtypes import DType
 from ckpttools.errors import DestinationError, DestinationExistsError, FindingsError, UsageError
 from ckpttools.execute import Executed, run
@@ -55,6 +55,9 @@ class Conversion:
     casts: Mapping[str, CastCounts] = field(default_factory=dict)
     """What each cast could not keep, by output name."""
     seal: Seal | None = None
+    fingerprint: str = ""
+    """Of all tensors of the output, by the names that its reader gives, as `hash` has it; empty before it is written, and where
+    the digest of one is not known without reading it."""
     """None for a dry run."""
     carried: tuple[TensorEntry, ...] = ()
     """Source tensors inside of objects that go over byte for byte."""
@@ -144,9 +147,21 @@ def carry_out(conversion: Conversion, snapshot: Snapshot, manner: Manner) -> Con
             raise e from other
     if is_url(conversion.destination):
         seen.append(_require_readable(conversion, conversion.destination))
-    return replace(
-        _with_results(conversion, executed, sealed[0]), was_done=standing is not None, unwritten=_unwritten(conversion, seen)
-    )
+    result = _with_results(conversion, executed, sealed[0], seen[-1])
+    return replace(result, was_done=standing is not None, unwritten=_unwritten(conversion, seen))
+
+
+def _fingerprint(seal: Seal, written: Checkpoint, aliases: Mapping[str, str]) -> str:
+    """Of all tensors that the output shows, further names of one included; empty where a digest is not known."""
+    known = {t.name: t for t in seal.tensors}
+    for group in (*written.aliases, *((kept, alias) for alias, kept in aliases.items())):
+        first = next((known[name] for name in group if name in known), None)
+        if first is not None:
+            known |= {name: first for name in group if name not in known}
+    found = [(t.spec, known.get(t.name)) for t in written.tensors]
+    if any(d is None or (d.dtype, d.shape) != (spec.dtype.name, spec.shape) for spec, d in found):
+        return ""
+    return fingerprint([TensorDigest.of(spec, d.digest) for spec, d in found if d is not None], seal.algorithm)
 
 
 def _roundings(conversion: Conversion, proof: SourceProof) -> dict[str, DType]:
@@ -185,9 +200,10 @@ def _seal_name(conversion: Conversion) -> str:
     return f"{name}.{SEAL_NAME}" if conversion.is_file else SEAL_NAME
 
 
-def _with_results(conversion: Conversion, executed: Executed, seal: Seal) -> Conversion:
+def _with_results(conversion: Conversion, executed: Executed, seal: Seal, written: Checkpoint) -> Conversion:
     casts = {t.spec.name: t.counts for t in executed.tensors if t.counts is not None}
-    return replace(conversion, seal=seal, casts=casts, resumed_bytes=executed.resumed_bytes)
+    whole = _fingerprint(seal, written, conversion.selection.aliases)
+    return replace(conversion, seal=seal, fingerprint=whole, casts=casts, resumed_bytes=executed.resumed_bytes)
 
 
 def require_replaceable(destination: str, sources: Sequence[str], *, is_file: bool, is_overwriting: bool) -> None:

@@ -7,12 +7,15 @@ import json
 import pytest
 import torch
 
+from ckpttools.cli.render import fingerprint_line
+from ckpttools.digest import TensorDigest
 from ckpttools.errors import ConversionError, UsageError
 from ckpttools.gather import Gather
 from ckpttools.layouts import open_snapshot
 from ckpttools.model import Box
 from ckpttools.operations.select import Choice
 from ckpttools.operations.validate import validate
+from ckpttools.seals import Seal
 from tests.layouts.test_deepspeed_write import both_ways, differences, names, resharded, tag
 
 
@@ -221,3 +224,47 @@ class TestNamesOfPositions:
         out = resharded(tag("zero0_fp32_w2"), tmp_path / "out", mesh="dp=3", stage=0)
         optimizer = torch.load(out / "mp_rank_00_model_states.pt", weights_only=False)["optimizer"]
         assert not [g for g in optimizer["param_groups"] if "param_names" in g]
+
+
+class TestFingerprints:
+    """What is printed is what `hash` prints of the output: names for the same bytes count."""
+
+    @pytest.mark.parametrize(
+        ("name", "target", "stage"),
+        [
+            ("zero0_fp32_w2", "deepspeed", 0),
+            ("zero0_fp32_w2", "deepspeed", 2),
+            ("zero0_fp32_w2", "deepspeed", 3),
+            ("zero0_fp32_w2", "torch", None),
+            ("zero2_bf16_w2_3tags", "deepspeed", 0),
+            ("zero2_bf16_w2_3tags", "deepspeed", 3),
+            ("zero2_bf16_w2_3tags", "deepspeed-universal", 2),
+            ("zero2_bf16_w2_3tags", "deepspeed-universal", 3),
+            ("zero3_bf16_w2", "deepspeed", 1),
+            ("zero3_bf16_w2", "dtensor", None),
+            ("universal_tp2_dp2_zero1", "deepspeed", 1),
+            ("moe_ep2_zero2_bf16", "deepspeed", 1),
+            ("moe_ep2_fp32_nozero", "deepspeed", 0),
+            ("pipe2_dp2_zero1_bf16", "deepspeed", 1),
+        ],
+    )
+    def test_of_reshard(self, ckpttools, tmp_path, name, target, stage):
+        zero = ("--zero", str(stage)) if stage is not None else ()
+        line = ["reshard", tag(name), tmp_path / "out", "--to", target, "--mesh", "dp=2", *zero, "--drop"]
+        answer = ckpttools(*map(str, line))
+        assert 0 == answer.exit_code
+        listed = ckpttools("hash", str(tmp_path / "out")).stdout
+        assert listed.splitlines()[-1] == answer.stdout.splitlines()[-1]
+        told = json.loads(ckpttools(*map(str, line), "--json").stdout)  # already done
+        assert f"{told['fingerprint']}  fingerprint" == listed.splitlines()[-1]
+
+    @pytest.mark.parametrize("options", [(), ("--format", "torch"), ("--weights-only",)])
+    def test_of_consolidate(self, ckpttools, tmp_path, options):
+        out = tmp_path / "out"
+        answer = ckpttools("consolidate", str(tag("zero0_fp32_w2")), str(out), *options)
+        assert 0 == answer.exit_code
+        assert ckpttools("hash", str(out)).stdout.splitlines()[-1] == answer.stdout.splitlines()[-1]
+
+    def test_a_line_says_what_it_is_of_where_the_whole_is_not_known(self):
+        seal = Seal("blake3", (TensorDigest("w", "float32", (1,), "0" * 64),), {}, (), "dcp")
+        assert f"{seal.fingerprint}  fingerprint of 1 tensor written" == fingerprint_line("", seal)
