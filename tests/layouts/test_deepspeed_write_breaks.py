@@ -12,8 +12,10 @@ from ckpttools.digest import TensorDigest
 from ckpttools.errors import ConversionError, UsageError
 from ckpttools.gather import Gather
 from ckpttools.layouts import open_snapshot
-from ckpttools.model import Box
+from ckpttools.model import Box, Mesh
+from ckpttools.operations.reshard import reshard
 from ckpttools.operations.select import Choice
+from ckpttools.operations.targets import Details
 from ckpttools.operations.validate import validate
 from ckpttools.seals import Seal
 from tests.layouts.test_deepspeed_write import both_ways, differences, names, resharded, tag
@@ -268,3 +270,27 @@ class TestFingerprints:
     def test_a_line_says_what_it_is_of_where_the_whole_is_not_known(self):
         seal = Seal("blake3", (TensorDigest("w", "float32", (1,), "0" * 64),), {}, (), "dcp")
         assert f"{seal.fingerprint}  fingerprint of 1 tensor written" == fingerprint_line("", seal)
+
+
+class TestManyRanks:
+    @pytest.mark.parametrize("target", ["deepspeed", "deepspeed-universal"])
+    @pytest.mark.parametrize("mesh", ["dp=1000000", "dp=65537", "dp=8192,fsdp=2,tp=2,pp=4", f"dp={10**30}"])
+    def test_are_refused_before_the_source_is_read(self, tmp_path, target, mesh):
+        with pytest.raises(UsageError, match="too many ranks") as refused:
+            resharded(tmp_path / "none", tmp_path / "out", to=target, mesh=mesh, stage=1)
+        assert refused.value.expected == "at most 65536"
+        assert [] == list(tmp_path.iterdir())
+
+    def test_expert_parallel_ranks_are_not_counted_twice(self, tmp_path):
+        source = tag("moe_ep2_zero2_bf16")
+        asked = {"target": "deepspeed", "details": Details(zero=0), "is_dry_run": True}
+        found = reshard(str(source), str(tmp_path / "out"), mesh=Mesh.parse("dp=65536,ep=4"), **asked)
+        assert 65536 == found.assignment.mesh.ranks
+
+    @pytest.mark.parametrize("stage", [1, 3])
+    def test_universal_checkpoint_is_the_same_for_any_number_of_data_parallel_ranks(self, tmp_path, stage):
+        meshes, to = ("dp=1", "dp=5"), "deepspeed-universal"
+        one, many = (resharded(tag("zero2_bf16_w2_3tags"), tmp_path / m, to=to, mesh=m, stage=stage) for m in meshes)
+        files = [sorted(p.relative_to(d) for p in d.rglob("*") if p.is_file()) for d in (one, many)]
+        assert files[0] == files[1]
+        assert [] == [f for f in files[0] if (one / f).read_bytes() != (many / f).read_bytes()]
