@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ckpttools.errors import ConversionError, UsageError
@@ -54,7 +55,7 @@ def without_derived(taken: Taken, target: Target, details: Details, mesh: Mesh) 
         taken,
         selection=replace(selection, tensors=tensors, aliases=same),
         derived=left,
-        made_again=(*sorted(derived.left), *padding),
+        made_again=(*sorted(n for n in derived.left if not _is_master(selection.tensors, n, derived)), *padding),
     )
 
 
@@ -63,6 +64,12 @@ def _with_rows(entry: TensorEntry, name: str, derived: Derived) -> TensorEntry:
     if name in derived.kept_rows:
         return with_rows(with_rows(entry, derived.kept_rows[name]), entry.spec.shape[0])
     return with_rows(entry, derived.rows[name]) if name in derived.rows else entry
+
+
+def _is_master(tensors: Mapping[str, TensorEntry], name: str, derived: Derived) -> bool:
+    """Whether a weight is its own master, as in ZeRO 3: what is written is both."""
+    master = tensors.get(derived.masters.get(name, ""))
+    return master is not None and master.pieces == tensors[name].pieces
 
 
 def _master(derived: Derived, name: str, taken: Taken) -> str:

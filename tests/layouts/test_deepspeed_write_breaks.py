@@ -94,6 +94,9 @@ class TestWhatIsNotWritten:
         source = tag("zero2_bf16_w2_3tags")
         assert "again" not in self.asked(ckpttools, source, tmp_path / "out", 2)
 
+    def test_weights_that_are_their_own_masters_are_not_said_to_be_left_out(self, ckpttools, tmp_path):
+        assert "again" not in self.asked(ckpttools, tag("zero3_bf16_w2"), tmp_path / "out", 3)
+
 
 class TestStatesOfSomeParameters:
     @pytest.mark.parametrize(
