@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from math import prod
@@ -17,36 +12,14 @@ import torch
 
 from ckpttools.gather import Gather
 from ckpttools.layouts import open_snapshot
+from tests.interop import rank_processes
 
 SCRIPT = Path(__file__).parent / "deepspeed_ranks.py"
 
 
 def run_ranks(directory: Path, *runs: dict[str, Any], script: Path = SCRIPT) -> None:
     """Train on ranks of the engine, one run after the other; fails with what a rank said."""
-    (ranks,) = {options["ranks"] for options in runs}
-    file = directory / f"options-{ranks}.json"
-    file.write_text(json.dumps([{"directory": str(directory / "run"), **options} for options in runs]))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    base = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(file)],
-            env={**base, "RANK": str(r), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(r)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for r in range(ranks)
-    ]
-    try:
-        said = [p.communicate(timeout=1800)[0] for p in started]
-    finally:
-        for process in started:
-            process.kill()
-    for process, text in zip(started, said, strict=True):
-        assert process.returncode == 0, text[-3000:]
+    rank_processes.run_ranks(script, directory, [{"directory": str(directory / "run"), **options} for options in runs])
 
 
 def to_universal(tag: Path, out: Path) -> None:

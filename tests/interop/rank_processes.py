@@ -14,12 +14,12 @@ from typing import Any
 
 def run_ranks(script: Path, directory: Path, runs: Sequence[dict[str, Any]]) -> None:
     """Give a list of runs, each for the same number of ranks, to as many processes; fails with what a rank said."""
-    file = directory / "options.json"
+    (ranks,) = {options["ranks"] for options in runs}
+    file = directory / f"options-{ranks}.json"
     file.write_text(json.dumps(runs))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    (ranks,) = {options["ranks"] for options in runs}
     base = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     started = [
         subprocess.Popen(
@@ -31,6 +31,10 @@ def run_ranks(script: Path, directory: Path, runs: Sequence[dict[str, Any]]) -> 
         )
         for r in range(ranks)
     ]
-    said = [p.communicate(timeout=1800)[0] for p in started]
+    try:
+        said = [p.communicate(timeout=1800)[0] for p in started]
+    finally:
+        for process in started:
+            process.kill()
     failed = [text[-3000:] for process, text in zip(started, said, strict=True) if process.returncode]
     assert not failed, "\n".join(sorted(failed, key=lambda text: "Connection closed" in text))  # of the others when one fails
